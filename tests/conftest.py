@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import providers
 
 from linrope.backends import native
+from tests.support.modes import kept_modes
 from tests.support.releases import other_releases
 
 # No draw depends on a clock, on earlier failures, or on what else a process has imported: without the last
@@ -57,6 +58,15 @@ def draw_on_the_cpu() -> None:
         setattr(torch, name, partial(draw, getattr(torch, name)))
 
 
+def pytest_runtest_logfinish() -> None:
+    """Ends a process of pytest-xdist whose GPU no longer answers: else all its later tests would fail, too."""
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:  # an illegal access, for example, after which CUDA refuses all calls of this process
+            os._exit(1)
+
+
 def pytest_collection_finish() -> None:
     """The garbage collector need not look through 9,000 tests again and again, which takes it half a second."""
     gc.freeze()
@@ -83,18 +93,25 @@ def quick_interpreter() -> None:
 torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other on a busy machine
 
 
+@pytest.fixture(autouse=True)
+def _modes() -> Iterator[None]:
+    with kept_modes():
+        yield
+
+
 @pytest.fixture
 def poison() -> Iterator[None]:
     """Fresh memory holds NaN: what a kernel does not write shows."""
     from linrope_kernels import INTERPRETED
 
-    if not INTERPRETED:
-        torch.full((2**28,), float("nan"))  # freed at once, and given out again in pieces
+    if INTERPRETED:
+        torch.use_deterministic_algorithms(True)
         yield
         return
-    torch.use_deterministic_algorithms(True)
+    torch.full((2**28,), float("nan"))  # freed at once, and given out again in pieces
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()  # an error belongs to the test that caused it
+    torch.cuda.empty_cache()  # many processes share the GPU
 
 
 @pytest.fixture

@@ -1,18 +1,17 @@
-"""For the backend triton: a quick interpreter, and NaN in fresh memory."""
-
-from collections.abc import Iterator
+"""Tests of the backend triton also run on a GPU; on a CPU they get a quick interpreter. Fresh memory holds NaN."""
 
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For tests of the backend triton: fresh memory holds NaN, so that what a kernel does not write shows."""
-    parameters = getattr(request.node, "callspec", None)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    parameters = getattr(item, "callspec", None)
     names = () if parameters is None else (getattr(x, "backend", x) for x in parameters.params.values())
-    if not any(name == "triton" for name in names if isinstance(name, str)):
-        yield
-        return
-    request.getfixturevalue("quick_interpreter")
-    request.getfixturevalue("poison")
-    yield
+    if any(name == "triton" for name in names if isinstance(name, str)):
+        item.add_marker("gpu")
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu"):
+        request.getfixturevalue("quick_interpreter")
+        request.getfixturevalue("poison")

@@ -13,6 +13,8 @@ from linrope import Rotary
 from linrope.recurrence.call import Call
 from linrope.rotation.rotary import MAX_POSITION
 
+pytestmark = pytest.mark.gpu
+
 
 @triton.jit
 def _cos_sin_kernel(X, COS, SIN, N: tl.constexpr):

@@ -1,4 +1,4 @@
-"""What only a GPU can show: compiled kernels, real sizes, races. ``make test-gpu`` runs these."""
+"""What only a GPU can show: compiled kernels, real sizes, races. ``make gpu-run`` runs these."""
 
 from typing import Any
 
@@ -91,12 +91,10 @@ def test_packed_sequences_with_decay_never_ask_the_device(dtype: torch.dtype) ->
     how: dict[str, Any] = {"rotary": Rotary(64), "decay": decay, "cu_seqlens": cu_seqlens}
     how["rotary"].turns_per_position(q.device)  # the one copy from the host, once per Rotary and device
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        out = linear_rope_attention(*leaves, backend="triton", **how)
-        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_sync_debug_mode("error")
+    out = linear_rope_attention(*leaves, backend="triton", **how)
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    torch.cuda.set_sync_debug_mode("default")
     wide = [x.detach().double().requires_grad_() for x in leaves]
     oracle = linear_rope_attention(*wide, backend="eager", **how)
     expected = torch.autograd.grad(oracle, wide, torch.ones_like(oracle))

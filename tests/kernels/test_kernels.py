@@ -17,6 +17,7 @@ from tests.support.contract import TABLE, check
 from tests.support.oracle import random_state, randoms
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.usefixtures("poison"),
     # exp(x) is formed for all x in elu(x) + 1, also where x + 1 is taken; NumPy would warn.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),

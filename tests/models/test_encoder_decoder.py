@@ -12,8 +12,6 @@ EXACT = {"rtol": 0, "atol": 1e-12}
 def _float64():
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def test_padding_changes_nothing_of_an_encoder() -> None:
