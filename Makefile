@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long test-lowest test-newest check format bench bench-docs bench-conditions docs native dist test-fla test-dist test-sanitizers test-amx test-arm test-ptx test-gpu bench-gpu
+.PHONY: demo test test-long test-lowest test-newest check format bench bench-docs bench-conditions docs native dist test-fla test-dist test-sanitizers test-amx test-arm test-ptx gpu-run
 
 demo: $(VENV)/ready native
 	$(BIN)/linrope demo
@@ -143,13 +143,17 @@ test-arm: $(VENV)/ready
 test-ptx: $(VENV)/ready
 	$(BIN)/python -m pytest -n auto -m ptx -rP tests/kernels/test_ptx.py tests/kernels/test_compile.py
 
-# These two need a GPU, with PyTorch and Triton for it; they run the tree as it lies, uninstalled.
-test-gpu:
-	PYTHONPATH=.:kernels $(PYTHON) -m pytest --device cuda -k "kernels or triton" \
-	tests/kernels/test_gpu.py tests/kernels/test_kernels.py tests/kernels/test_angles.py tests/backends
+# Tests and benchmarks on a GPU, step by step; the tree runs as it lies, uninstalled. FROM=, ONLY= and LIST=1 choose steps,
+# OUT= is the JSON. DRY=1 runs all code in small sizes on a CPU, with the releases that ran on a GPU.
+GPU := build/gpu
+gpu-run: $(if $(DRY),$(GPU)/ready)
+	PYTHONPATH=.:kernels $(if $(DRY),$(GPU)/bin/python,$(PYTHON)) -m benchmarks.gpu $(if $(DRY),--dry-run) \
+	$(if $(FROM),--from $(FROM)) $(if $(ONLY),--only $(ONLY)) $(if $(LIST),--list) $(if $(OUT),--out $(OUT))
 
-bench-gpu:
-	PYTHONPATH=.:kernels $(PYTHON) benchmarks/gpu.py
+$(GPU)/ready: benchmarks/gpu/requirements.txt
+	$(PYTHON) -m venv --clear $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
 
 # The site, in site/. Warnings are errors.
 docs: $(VENV)/ready

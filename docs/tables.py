@@ -6,7 +6,6 @@ A table stands between <!-- NAME --> and <!-- /NAME -->. It is made from the new
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 from benchmarks.study import report, steps
 from docs import cost, families
+from docs import gpu_tables as gpu
+from docs.formats import milliseconds, multiple, newest_first, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -49,35 +50,12 @@ PRICES = {  # models of the study, and what docs/evidence.md calls them
 
 
 def newest(name: str, folder: str = ".") -> Any:
-    """The last result by its name, which ends with a date and, for a later one of that day, with a number.
-
-    folder: a folder of RESULTS.
-    """
-
-    def when(path: Path) -> tuple[str, int]:
-        date, number = re.fullmatch(r"(\d+-\d+-\d+)(?:-(\d+))?", path.stem.removeprefix(f"{name}-")).groups()
-        return date, int(number or 1)
-
-    return json.loads(max((RESULTS / folder).glob(f"{name}-20*.json"), key=when).read_text())
+    """The last result of a kind. folder: a folder of RESULTS."""
+    return json.loads(newest_first(RESULTS / folder, name)[0].read_text())
 
 
 def by_family() -> dict[str, Any]:
     return {family: newest(f"transformers-{family}") for family in families.MODELS}
-
-
-def multiple(ratio: float) -> str:
-    """With two significant digits."""
-    return f"{float(f'{ratio:.2g}'):,g}x"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1e6 * seconds:,.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:,.1f} ms"
-
-
-def table(head: str, rows: Iterable[Iterable[str]]) -> str:
-    columns = head.split("|")
-    lines = [f"| {head} |", "|" + "---|" * len(columns), *(f"| {' | '.join(row)} |" for row in rows)]
-    return "\n".join(re.sub(r"\|  +(?=\|)", "| ", line) for line in lines)
 
 
 def lengths() -> str:
@@ -162,74 +140,6 @@ def models_in_short() -> str:
     )
 
 
-def gpu() -> str:
-    """How many times as fast as softmax attention linrope is on a GPU in a CUDA graph, by the number of tokens."""
-    rows = (
-        [
-            f"{row['shape'][1]:,}",
-            *(
-                multiple(row["speedups"][f"{bare}{mode} graph x"])
-                for mode in ("forward", "training")
-                for bare in ("", "bare ")
-            ),
-        ]
-        for row in newest("gpu")["overtaking"]
-    )
-    return table(
-        "tokens | forward | forward, softmax unrotated | forward + backward | forward + backward, softmax unrotated",
-        rows,
-    )
-
-
-def gpu_model() -> str:
-    """How many times as fast as the same model with softmax attention a model is, launched from Python."""
-    rows = (
-        [f"{b} x {n:,}", *(multiple(row[f"{mode} x"]) for mode in ("forward", "training"))]
-        for row in newest("gpu")["model"]
-        for b, n, *_ in [row["shape"]]
-    )
-    return table("tokens | forward | training step", rows)
-
-
-def gpu_fla() -> str:
-    """flash-linear-attention's time divided by linrope's, in a CUDA graph."""
-    result = newest("gpu")
-    (row,) = result["fla"]
-    (linrope,) = (x for x in result["linrope"] if x["shape"] == row["shape"])
-    sides = {"route": "equation 19, composed of its functions", "bare": "its linear attention alone"}
-    return table(
-        "flash-linear-attention | forward | forward + backward",
-        (
-            [
-                words,
-                *(
-                    multiple(row["functions"][side][mode]["median_ms"] / linrope[mode]["median_ms"])
-                    for mode in ("forward graph", "training graph")
-                ),
-            ]
-            for side, words in sides.items()
-        ),
-    )
-
-
-def gpu_floor() -> str:
-    """Times in a CUDA graph, and the share of the copy bandwidth that they reach."""
-
-    def rows() -> Iterator[list[str]]:
-        for row in newest("gpu")["linrope"]:
-            b, n, h, d = row["shape"]
-            backward = row["training_ms"] - row["forward_ms"]
-            yield [
-                f"{d}",
-                f"{b} x {n:,} tokens, {h} heads",
-                *(f"{x:.2f} ms" for x in (row["forward_ms"], backward)),
-                *(f"{row[name]:.0%}" for name in ("forward_floor", "backward_floor", "extra_memory")),
-            ]
-
-    head = "features | | forward | backward | forward's share | backward's share | more memory"
-    return table(head, rows())
-
-
 def _delta(file: str, case: str, kind: str, side: str = "linrope") -> str:
     """transformers' time divided by linrope's; empty: not measured."""
     times = newest(file)["milliseconds"].get(case, {})
@@ -298,6 +208,7 @@ def price() -> str:
 
 
 PAGES = {
+    "docs/backends.md": {"gpu-runs": gpu.gpu_runs, "gpu-errors": gpu.gpu_errors},
     "docs/evidence.md": {"price": price},
     "README.md": {"families": models_in_short, "study": quality},
     "docs/performance.md": {
@@ -308,10 +219,12 @@ PAGES = {
         "conditions": conditions,
         "delta-rule": delta_rule,
         "delta-steps": delta_steps,
-        "gpu": gpu,
-        "gpu-model": gpu_model,
-        "gpu-fla": gpu_fla,
-        "gpu-floor": gpu_floor,
+        "gpu-machine": gpu.gpu_machine,
+        "gpu": gpu.gpu_softmax,
+        "gpu-model": gpu.gpu_model,
+        "gpu-fla": gpu.gpu_fla,
+        "gpu-floor": gpu.gpu_shares,
+        "gpu-decode": gpu.gpu_decode,
     },
 }
 

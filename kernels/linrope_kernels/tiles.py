@@ -1,7 +1,7 @@
 """The tile of each kernel: one fixed table, so that equal calls give equal bits on equal devices.
 
 In bfloat16 each is the fastest of some ten that were timed on an H100, or within 5% of it, up to 128 features
-(benchmarks/gpu_tiles.py); at 256, scan and dq have faster ones, which spill more or need more shared memory. All others
+(benchmarks/gpu/tiles.py); at 256, scan and dq have faster ones, which spill more or need more shared memory. All others
 were chosen by what the compilers make of them (kernels/README.md).
 """
 

@@ -1,22 +1,22 @@
 """Times every kernel with other tiles than those of linrope_kernels/tiles.py, to choose that table by.
 
-    PYTHONPATH=.:kernels python3 benchmarks/gpu_tiles.py --out tiles.json
-
 A training step runs in bfloat16 with each candidate in place of one entry; the profiler gives the time of that
 kernel alone. A candidate whose results differ from those of the table by more than rounding is reported and not timed.
 """
 
-import argparse
-import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 
 import torch
-from linrope_kernels import tiles
+from linrope_kernels import tiles as table
 from linrope_kernels.tiles import UNSPLIT, Tile
 from torch import Tensor
 
+from benchmarks.gpu.machine import Machine, Row, each
+from benchmarks.gpu.operation import case_of
 from linrope.cli.bench.cases import AttentionCase
 
 Key = tuple[str, int]  # kernel, size
@@ -76,35 +76,24 @@ def tile_of(kernel: str, chunk: int, block: int, warps: int, stages: int) -> Til
     return Tile(chunk, pairs, values, warps, stages)
 
 
-def candidates(only: list[str] | None) -> Iterator[tuple[Key, Tile]]:
-    """The tiles to try; the first one of each kernel and size is the table's own."""
-    for (kernel, size), others in CANDIDATES.items():
-        if only is None or f"{kernel}-{size}" in only:
-            own = tiles.TABLE["bf16"][kernel, size]
-            yield from (
-                ((kernel, size), tile)
-                for tile in dict.fromkeys([own, *(tile_of(kernel, *x) for x in others)])
-            )
+def candidates(key: Key) -> list[Tile]:
+    """The tiles to try for a kernel and a size; the first one is the table's own."""
+    own = table.TABLE["bf16"][key]
+    return [*dict.fromkeys([own, *(tile_of(key[0], *x) for x in CANDIDATES[key])])]
 
 
 def training_step(case: AttentionCase) -> tuple[Tensor, ...]:
-    out = case.linrope(backend="triton")
+    out = case.linrope()
     return out, *torch.autograd.grad(out, case.leaves, case.g_out)
 
 
-def milliseconds(run: Callable[[], Any]) -> dict[str, float]:
-    """The least time of each kernel in several runs, by name."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
-    ) as profile:
-        for _ in range(REPEATS):
-            run()
-        torch.cuda.synchronize()
+def least_times(on: Machine, case: AttentionCase) -> dict[str, float]:
+    """The least milliseconds of each kernel in several training steps, by name."""
     times: dict[str, list[float]] = {}
-    for event in profile.events():
-        if event.name.endswith("_kernel"):
-            times.setdefault(event.name.removesuffix("_kernel"), []).append(event.device_time / 1e3)
-    return {name: min(values) for name, values in times.items()}
+    for name, milliseconds in on.kernels(partial(training_step, case), repeats=on.sizes(REPEATS, 1)):
+        if name.endswith("_kernel"):
+            times.setdefault(name.removesuffix("_kernel"), []).append(milliseconds)
+    return {name: min(found) for name, found in times.items()}
 
 
 def difference(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
@@ -114,39 +103,39 @@ def difference(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> floa
         return float(torch.stack(errors).max())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--gates", action="store_true", help="with a forget gate per head")
-    parser.add_argument("--only", nargs="+", help="for example dq-64; default: all")
-    options = parser.parse_args()
-    table, rows = tiles.TABLE["bf16"], []
-    cases: dict[tuple[bool, int], tuple[AttentionCase, tuple[Tensor, ...]]] = {}
-    for (kernel, size), tile in candidates(options.only):
-        few, before = kernel == "states", table[kernel, size]
-        if (few, size) not in cases:
-            b, n, h = FEW_HEADS if few else MANY_HEADS
-            case = AttentionCase(n, b, h, size, "cuda", torch.bfloat16, gates=options.gates)
-            cases[few, size] = case, training_step(case)
-        case, expected = cases[few, size]
-        row: dict[str, Any] = {"kernel": kernel, "size": size, **tile._asdict()}
-        try:
-            table[kernel, size] = tile
-            tiles.tile.cache_clear()
-            row["difference"] = difference(training_step(case), expected)
-            if not row["difference"] <= 2.0**-6:
-                raise AssertionError(f"other results: {row['difference']:.3g}")
-            times = milliseconds(lambda case=case: training_step(case))  # type: ignore[misc]
-            row |= {"ms": times[kernel], "all ms": sum(times.values())}
-        except Exception as error:  # too much shared memory, ..: the others go on
-            row["failure"] = repr(error)[:200]
-        finally:
-            table[kernel, size] = before
-            tiles.tile.cache_clear()
-        rows.append(row)
-        print(" ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()), flush=True)
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+def tiles(on: Machine) -> Iterator[Row]:
+    keys = on.sizes([*CANDIDATES], [*CANDIDATES][:1])
+    if (
+        on.on_gpu and not on.small
+    ):  # before this process uses the GPU, others compile all candidates side by side
+        with get_context("fork").Pool(max(1, (os.cpu_count() or 1) - 2)) as pool:
+            pool.map(partial(compile_all, replace(on, small=True)), CANDIDATES, chunksize=1)
+    for key in keys:
+        yield from rows_of(on, key, candidates(key) if on.on_gpu else candidates(key)[:2])
 
 
-if __name__ == "__main__":
-    main()
+def compile_all(on: Machine, key: Key) -> None:
+    for _ in rows_of(on, key, candidates(key)):
+        pass
+
+
+def rows_of(on: Machine, key: Key, found: list[Tile]) -> Iterator[Row]:
+    full = FEW_HEADS if key[0] == "states" else MANY_HEADS
+    case = case_of(on, (*on.sizes(full, (1, 40, 1)), key[1]))
+    rows = each(found, partial(tile_row, on, key, case, training_step(case)))
+    yield from ({"kernel": key[0], "size": key[1]} | row for row in rows)
+
+
+def tile_row(on: Machine, key: Key, case: AttentionCase, expected: tuple[Tensor, ...], tile: Tile) -> Row:
+    entries = table.TABLE[table.precision(case.g_out)]  # on a CPU float16, in tf32
+    before, row = entries[key], Row(tile=tile._asdict())
+    try:
+        entries[key] = tile
+        table.tile.cache_clear()
+        row["difference"] = difference(training_step(case), expected)
+        assert row["difference"] <= 2.0**-6, f"other results: {row['difference']:.3g}"
+        times = least_times(on, case)
+        return row | {"ms": times.get(key[0]), "all ms": sum(times.values())}
+    finally:
+        entries[key] = before
+        table.tile.cache_clear()

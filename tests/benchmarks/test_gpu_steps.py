@@ -1,0 +1,316 @@
+"""The steps of ``make gpu-run`` without a GPU: each runs, and none lets a wrong result pass."""
+
+import inspect
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from math import nan
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from linrope_kernels import start, tiles
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu import commands, host, machine, operation, others
+from benchmarks.gpu import tiles as tile_step
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.runner import failures
+from benchmarks.gpu.steps import STEPS
+from linrope import Rotary, linear_rope_attention
+from linrope.cli.bench.cases import AttentionCase
+from linrope.integrations import fla
+
+ROOT = Path(__file__).parents[2]
+DRY = Machine("cpu", small=True, limit=120)
+DTYPE = DRY.dtype
+TIMES = {"median_ms", "min_ms", "max_ms", "runs"}
+
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+# Each compiles for 10 seconds and more, or starts processes that do
+SLOW = {"compiled"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.long] if x in SLOW else []) for x in STEPS]
+)
+def test_every_step_runs_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fla(monkeypatch)
+    on = replace(DRY, before=ROOT) if name == "host" else DRY
+    rows = list(STEPS[name].run(on))
+    assert rows
+    assert failures(name, rows, "done") == []
+    assert {key: x for row in rows for key, x in row.get("not_run", {}).items()}.keys() <= {"mamba SSD"}
+    assert json.loads(json.dumps(rows, default=str))
+
+
+def small(n: int = 70) -> AttentionCase:
+    return operation.case_of(DRY, (2, n, 2, 16))
+
+
+def right(case: AttentionCase, **how: Any) -> Tensor:
+    return linear_rope_attention(*case.inputs, **({"rotary": case.rotary, "backend": "eager"} | how))
+
+
+def median(**milliseconds: float) -> dict[str, Any]:
+    """Times in the form in which the steps store them."""
+    return {mode: {"median_ms": x} for mode, x in milliseconds.items()}
+
+
+# Checks: each passes on what is right and fails on what is not
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_right_results_pass(gates: bool) -> None:
+    case = operation.case_of(DRY, (2, 1100, 2, 16), gates)  # three windows
+    errors = operation.check(case, partial(case.linrope, backend="eager"))
+    assert errors.keys() == {"bound", "out", "dq", "dk", "dv"} | ({"dlog_decay"} if gates else set())
+    assert all(0 < error < machine.TOLERANCE[DTYPE] for name, error in errors.items() if name != "bound")
+
+
+def off(case: AttentionCase, index: Any, times: float = 1.0, plus: float = 0.0) -> Tensor:
+    out = right(case).clone()
+    out[index] = times * out[index] + plus
+    return out
+
+
+def wrong_gradient(case: AttentionCase, which: int) -> Tensor:
+    """The right output; one input's gradient is a tenth too large."""
+    inputs = list(case.inputs)
+    inputs[which] = inputs[which] + 0.1 * (inputs[which] - inputs[which].detach())
+    return linear_rope_attention(*inputs, rotary=case.rotary, backend="eager")
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "rotation": (partial(right, rotary=Rotary(16, base=100.0)), "out is off"),
+    "no rotation": (partial(right, rotary=None), "out is off"),
+    "not normalized": (partial(right, normalize=False), "out is off"),
+    "shifted": (lambda case: right(case).roll(1, 1), "out is off"),
+    "where outputs are small": (partial(off, index=np.s_[:, -50:], times=1.1), "out is off"),
+    "one number, by more than its bound and by little among the others":
+        (partial(off, index=(-1, 0, -1, 0), plus=4 * machine.TOLERANCE[DTYPE]), "times the bound"),
+    "not finite, in a head that is not compared": (partial(off, index=np.s_[:, :, 0], times=nan), "not finite"),
+    **{x: (partial(wrong_gradient, which=i), f"{x} is off") for i, x in enumerate(("dq", "dk", "dv"))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("attend", "why"), WRONG.values(), ids=WRONG)
+def test_wrong_results_do_not_pass(attend: Any, why: str) -> None:
+    case = small(600)
+    with pytest.raises(AssertionError, match=why):
+        operation.check(case, partial(attend, case))
+
+
+def test_where_the_only_value_is_zero_the_bound_is_a_number() -> None:
+    case = small()
+    with torch.no_grad():
+        case.inputs[2][:, 0] = 0
+    assert operation.check(case, partial(right, case))["bound"] < 1
+
+
+def test_nan_does_not_pass() -> None:
+    x = torch.ones(1, 1200, 2)
+    y = x.clone()
+    y[0, 700, 1] = torch.nan
+    with pytest.raises(AssertionError, match="nan"):
+        machine.compare("x", y, x, 1.0)
+
+
+def test_a_case_that_fails_is_a_row_and_the_others_go_on() -> None:
+    def row_of(n: int) -> dict[str, Any]:
+        if n == 2:
+            raise RuntimeError("broken")
+        return {"n": n}
+
+    rows = list(machine.each([1, 2, 3], row_of))
+    assert rows == [{"case": 1, "n": 1}, {"case": 2, "failure": "RuntimeError: broken"}, {"case": 3, "n": 3}]
+
+
+def test_the_softmax_side_is_softmax_attention_with_linrope_s_rotary() -> None:
+    case = AttentionCase(70, 2, 2, 16, "cpu", torch.float32)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        out = case.softmax()
+    q, k, v = (x.detach().double() for x in case.inputs)
+    q, k = (case.rotary(x, torch.arange(70)) for x in (q, k))
+    logits = torch.einsum("bnhd,bmhd->bhnm", q, k) / 4
+    weights = logits.masked_fill(torch.ones(70, 70).triu(1) > 0, -torch.inf).softmax(-1)
+    expected = torch.einsum("bhnm,bmhe->bnhe", weights, v)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_wrong_softmax_side_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = small()
+    operation.check_softmax(case)
+    case.cis = case.cis.conj()
+    monkeypatch.setattr(operation, "case_of", lambda *_: case)
+    monkeypatch.setattr(operation, "linrope_row", lambda *_: {})
+    row = operation.softmax_row(DRY, (2, 70, 2, 16), ("MATH",))
+    assert row["functions"] == {}
+    assert "softmax is off" in row["not_run"]["MATH"]
+
+
+def test_a_backend_that_does_not_run_is_noted_and_a_slow_one_not_followed_up(monkeypatch) -> None:
+    backends = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "OVERRIDEABLE")
+    milliseconds = {"FLASH_ATTENTION": 1.0, "EFFICIENT_ATTENTION": 1.9, "OVERRIDEABLE": 2.1}
+    seen: list[str] = []
+
+    def check_softmax(case: AttentionCase) -> None:
+        seen.append(backends[len(seen)])
+        if seen[-1] == "CUDNN_ATTENTION":
+            raise RuntimeError("No available kernel.")
+
+    def measured(on: Machine, case: Any, attend: Any, modes: tuple[str, ...] = machine.MODES) -> Any:
+        return median(**dict.fromkeys(modes, 0.1 if attend.__name__ == "bare" else milliseconds[seen[-1]]))
+
+    monkeypatch.setattr(operation, "measured", measured)
+    monkeypatch.setattr(operation, "check_softmax", check_softmax)
+    monkeypatch.setattr(operation, "linrope_row", lambda *_: {})
+    row = operation.softmax_row(DRY, (2, 70, 2, 16), backends)
+    assert list(row["not_run"]) == ["CUDNN_ATTENTION"]
+    assert "No available kernel" in row["not_run"]["CUDNN_ATTENTION"]
+    fast = ("FLASH_ATTENTION", "FLASH_ATTENTION bare", "EFFICIENT_ATTENTION", "EFFICIENT_ATTENTION bare")
+    expected = {name: {"forward", "training"} for name in fast} | {"OVERRIDEABLE": {"forward"}}
+    assert {name: set(times) for name, times in row["functions"].items()} == expected
+
+
+@pytest.mark.parametrize("wrong", ["out", "kv", "place"])
+def test_a_wrong_decoding_step_does_not_pass(wrong: str, monkeypatch) -> None:
+    def call(*args: Any, **how: Any) -> Any:
+        if how["backend"] == "triton" and wrong == "place" and how.get("state"):
+            how["state"] = how["state"].clone()
+        out, state = linear_rope_attention(*args, **how)
+        if how["backend"] == "triton":
+            out = out * 1.1 if wrong == "out" else out
+            state.kv.mul_(1.1 if wrong == "kv" else 1)
+        return out, state
+
+    monkeypatch.setattr(operation, "linear_rope_attention", call)
+    with pytest.raises(AssertionError, match={"place": "in place"}.get(wrong, f"{wrong} is off")):
+        operation.decode_row(DRY, (1, 1, 2, 16))
+
+
+def test_times() -> None:
+    calls = []
+    times = DRY.timed(lambda: calls.append(1))
+    assert times.keys() == TIMES
+    assert 0 <= times["min_ms"] <= times["median_ms"] <= times["max_ms"]
+    assert len(calls) == times["runs"] == 1
+
+
+def test_without_launches_nothing_runs_and_afterwards_all_does() -> None:
+    case = small()
+    known = dict(start._LAUNCHES)
+    with host.without_launches():
+        case.forward(case.linrope)
+        assert len(start._LAUNCHES) > 0
+    assert known == start._LAUNCHES
+    torch.testing.assert_close(case.forward(case.linrope), right(case), rtol=0, atol=0.01)
+
+
+# Tiles
+
+
+def test_the_table_s_own_tile_is_tried_first_and_the_others_differ() -> None:
+    for key in tile_step.CANDIDATES:
+        own, *others = tile_step.candidates(key)
+        assert own == tiles.TABLE["bf16"][key]
+        assert own not in others
+        assert len(set(others)) == len(others) > 2
+
+
+def test_a_difference_counts_by_its_tensor_and_nan_is_no_small_one() -> None:
+    x, y = torch.tensor([3.0, 4.0]), torch.tensor([30.0, 40.0])
+    assert tile_step.difference((x, y), (x, y)) == 0
+    assert abs(tile_step.difference((x + torch.tensor([0.0, 0.5]), y), (x, y)) - 0.1) < 1e-6
+    assert not tile_step.difference((x * nan, y), (x, y)) <= 1
+
+
+# Tests
+
+
+REPORT = """<testsuites><testsuite time="2.5">
+<testcase classname="a" name="passes" time="0.5"/><testcase classname="a" name="is slow" time="1.5"/>
+<testcase classname="a" name="fails" time="0.1"><failure message="1 != 2"/></testcase>
+<testcase classname="a" name="breaks" time="0.1"><error message="no GPU"/></testcase>
+<testcase classname="a" name="is left out" time="0"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_pytest_s_report_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "report.xml"
+    path.write_text(REPORT)
+    row = commands.outcomes(path)
+    assert [row[name] for name in ("passed", "failed", "skipped", "seconds")] == [2, 2, 1, 2.5]
+    assert row["failures"] == {"a::fails": "1 != 2", "a::breaks": "no GPU"}
+    assert next(iter(row["slowest"])) == "a::is slow"
+
+
+def test_only_folders_that_the_step_runs_have_tests_with_the_marker() -> None:
+    """The marker chooses the tests; the folders only save the time to read the others."""
+    named = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if "mark.gpu" in path.read_text() and path != Path(__file__)
+    ]
+    folders = [ROOT / name for name in ("tests/kernels", "tests/backends")]
+    assert named
+    assert all(any(folder in path.parents for folder in folders) for path in named)
+
+
+# flash-linear-attention, which need not be there
+
+
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1)
+
+
+def normalize_with_z_state(
+    o: Tensor, q: Tensor, k: Tensor, scale: float, z_init: None, reverse: bool, cu_seqlens: None
+) -> Any:
+    total = k.float().cumsum(1)
+    return o / (scale * q * total).sum(-1, keepdim=True).to(o.dtype), total[:, -1:]
+
+
+def install_fla(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """linrope's functions of the same names and signatures; tests/integrations/test_fla.py compares them with fla's."""
+    modules: dict[str, dict[str, Any]] = {
+        "fla": {"__version__": "0"}, "fla.modules": {}, "fla.ops": {},
+        "fla.modules.rotary": {"rotary_embedding": rotary_embedding},
+        "fla.ops.linear_attn": {"chunk_linear_attn": fla.chunk_linear_attn},
+        "fla.ops.linear_attn.utils": {"normalize_with_z_state": normalize_with_z_state},
+        "fla.ops.simple_gla": {"chunk_simple_gla": fla.chunk_simple_gla},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": fla.chunk_gated_delta_rule},
+        "fla.ops.kda": {"chunk_kda": fla.chunk_kda},
+    }  # fmt: skip
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        vars(module).update(contents | {key: x for key, x in changes.items() if key in contents})
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_another_function_and_none_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fla(monkeypatch, rotary_embedding=lambda x, cos, sin: rotary_embedding(x, cos, sin / 2))
+    another = others.fla_row(DRY, (1, 20, 2, 16))
+    for name in [x for x in sys.modules if x == "fla" or x.startswith("fla.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for row, why in ((another, "its route is off"), (others.fla_row(DRY, (1, 20, 2, 16)), "not installed")):
+        assert row["functions"].keys() == {"linrope"}
+        assert why in row["not_run"]["fla"]
+
+
+def test_the_stand_ins_take_what_fla_s_own_functions_take() -> None:
+    """With flash-linear-attention there: make test-fla."""
+    pytest.importorskip("fla.modules.rotary")
+    from fla.modules.rotary import rotary_embedding as rotate
+    from fla.ops.linear_attn.utils import normalize_with_z_state as divide
+
+    x, cos = torch.zeros(1, 4, 2, 16), torch.zeros(4, 8)
+    inspect.signature(rotate).bind(x, cos, cos)
+    inspect.signature(divide).bind(x, x, x, 1.0, None, False, None)
