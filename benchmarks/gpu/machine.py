@@ -57,14 +57,28 @@ class Machine:
             start = time.perf_counter()
             run()
             times = [1e3 * (time.perf_counter() - start)]
+        elif self.small:
+            times = self._times_by_events(run, 1, flush)
         else:
             run()  # compiles
-            (once,) = times_by_events(run, 1, flush)
-            runs = 1 if once > 200 or self.small else max(10, min(100, int(200 / once)))
+            (once,) = self._times_by_events(run, 1, flush)
+            runs = 1 if once > 200 else max(10, min(100, int(200 / once)))
             # The GPU's clocks are low in the first runs.
-            times = times_by_events(run, runs + runs // 2, flush)[runs // 2 :]
+            times = self._times_by_events(run, runs + runs // 2, flush)[runs // 2 :]
         median = statistics.median(times)
         return {"median_ms": median, "min_ms": min(times), "max_ms": max(times), "runs": len(times)}
+
+    def _times_by_events(self, run: Callable[[], Any], runs: int, flush: bool) -> list[float]:
+        """flush: reads another tensor before each run, which empties the L2 cache."""
+        other = torch.zeros(2**26 if flush and not self.small else 1, device=self.device)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
+        for start, end in events:
+            other.sum()
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
 
     def captured(self, run: Callable[[], T]) -> Callable[[], T]:
         """A call in a CUDA graph, without the time to launch each kernel: it returns the same tensors each time.
@@ -114,19 +128,6 @@ class Machine:
         source = torch.randn(self.sizes(2**30, 1000), device=self.device, dtype=torch.bfloat16)
         times = self.timed(partial(torch.empty_like(source).copy_, source))
         return times | {"rate": 2e3 * source.nbytes / times["median_ms"], "unit": "byte/s"}
-
-
-def times_by_events(run: Callable[[], Any], runs: int, flush: bool) -> list[float]:
-    """flush: reads another tensor before each run, which empties the L2 cache."""
-    other = torch.zeros(2**26 if flush else 1, device="cuda")
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
-    for start, end in events:
-        other.sum()
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in events]
 
 
 def each(cases: Iterable[Any], row_of: Callable[[Any], Row]) -> Iterator[Row]:
