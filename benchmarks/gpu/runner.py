@@ -99,6 +99,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path, self.failures = path, list[str]()
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         self.found.setdefault("date", time.strftime("%Y-%m-%d"))
         self.found.setdefault("steps", {})
@@ -110,7 +111,6 @@ class Results:
     def add(self, name: str, rows: list[Row], status: str, seconds: float) -> None:
         self.found[name] = rows
         self.found["steps"][name] = {"status": status, "seconds": round(seconds, 1)}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".part")
         temporary.write_text(json.dumps(self.found, indent=1, default=str) + "\n")
         temporary.replace(self.path)

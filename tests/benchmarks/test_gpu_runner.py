@@ -108,8 +108,8 @@ def main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(program, "prepare_environment", lambda on_gpu: None)
 
     def run(*arguments: str) -> tuple[int, Any]:
-        status = program.main([*arguments, "--out", str(tmp_path / "gpu.json")])
-        path = tmp_path / "gpu.json"
+        path = tmp_path / "new" / "gpu.json"
+        status = program.main([*arguments, "--out", str(path)])
         return status, json.loads(path.read_text()) if path.exists() else None
 
     return run
