@@ -143,12 +143,11 @@ test-arm: $(VENV)/ready
 test-ptx: $(VENV)/ready
 	$(BIN)/python -m pytest -n auto -m ptx -rP tests/kernels/test_ptx.py tests/kernels/test_compile.py
 
-# Tests and benchmarks on a GPU, step by step; the tree runs as it lies, uninstalled. FROM=, ONLY= and LIST=1 choose steps,
-# OUT= is the JSON. DRY=1 runs all code in small sizes on a CPU, with the releases that ran on a GPU.
+# Tests and benchmarks on a GPU, step by step; the tree runs as it lies, uninstalled. make gpu-run ARGS=--help lists the
+# options. DRY=1 runs all code in small sizes on a CPU, with the releases that ran on a GPU.
 GPU := build/gpu
 gpu-run: $(if $(DRY),$(GPU)/ready)
-	PYTHONPATH=.:kernels $(if $(DRY),$(GPU)/bin/python,$(PYTHON)) -m benchmarks.gpu $(if $(DRY),--dry-run) \
-	$(if $(FROM),--from $(FROM)) $(if $(ONLY),--only $(ONLY)) $(if $(LIST),--list) $(if $(OUT),--out $(OUT))
+	PYTHONPATH=.:kernels $(if $(DRY),$(GPU)/bin/python,$(PYTHON)) -m benchmarks.gpu $(if $(DRY),--dry-run) $(ARGS)
 
 $(GPU)/ready: benchmarks/gpu/requirements.txt
 	$(PYTHON) -m venv --clear $(GPU)

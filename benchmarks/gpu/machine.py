@@ -88,6 +88,7 @@ class Machine:
         if not self.on_gpu:
             run()
             return run
+        torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             run()
         torch.cuda.synchronize()

@@ -56,9 +56,10 @@ class Step:
 
     def _end(self) -> None:
         """Ends the step's process and all that it started, which share a process group."""
+        assert self._process.pid is not None
         for number in (signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid or 0, number)
+                os.killpg(self._process.pid, number)
             self._process.join(GRACE)
         self._receiver.close()
 
@@ -70,11 +71,19 @@ def _serve(run: Run, on: Machine, sender: Connection, log: Path | None) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    import torch
+
+    if on.small:  # others run beside this one, and more threads than cores wait for each other
+        torch.set_num_threads(1)
     if not on.on_gpu:
         from tests.support.interpreter import quicken
 
         quicken()
     try:
+        if torch.cuda._is_in_bad_fork():
+            raise RuntimeError(
+                "an import of benchmarks.gpu.steps has used CUDA, which does not survive a fork"
+            )
         for row in run(on):
             sender.send(row)
         sender.send("done")
