@@ -136,7 +136,7 @@ def empty_environment_with_pytorch(folder: Path) -> dict[str, str]:
 
 
 def test_the_makefile_names_files_that_exist() -> None:
-    path = r"(?<![\w/$)])((?:tests|benchmarks|docs|kernels)/[\w/]+(?:\.py)?)"
+    path = r"(?<![\w/$)])((?:tests|benchmarks|docs|kernels)/[\w/]+(?:\.py|\.txt)?)"
     named = re.findall(path, (ROOT / "Makefile").read_text())
     assert "tests/layer/test_attention.py" in named
     assert not [path for path in named if not (ROOT / path).exists()]

@@ -1,5 +1,7 @@
 """A mode that a test sets does not reach the next test, even if the test fails."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -32,6 +34,25 @@ def test_a_mode_is_restored_after_a_failure(name: str) -> None:
     with pytest.raises(RuntimeError, match="failed"), kept_modes():
         fails()
     assert read() == before
+
+
+@pytest.mark.parametrize("worker", [True, False])
+def test_only_a_worker_whose_gpu_no_longer_answers_ends(
+    worker: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    if worker:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    conftest = request.config.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
+    conftest.pytest_runtest_logfinish()
+    assert ended == ([1] if worker else [])
 
 
 def test_every_test_runs_inside(request: pytest.FixtureRequest) -> None:

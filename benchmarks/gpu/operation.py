@@ -116,7 +116,8 @@ def bandwidth(on: Machine) -> Iterator[Row]:
 def long(on: Machine) -> Iterator[Row]:
     """Long sequences of few heads, which are cut into segments."""
     for d in (64, 128):
-        yield from rows_of(on, on.sizes([(1, n, 8, d) for n in (131_072, 1_048_576)], [(1, 600, 1, d)]))
+        full = [(1, n, 8, d) for n in (131_072, 1_048_576)]
+        yield from rows_of(on, on.sizes(full, [(1, 600 if d == 64 else 40, 1, d)]))
 
 
 def packed(on: Machine) -> Iterator[Row]:
