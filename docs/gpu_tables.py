@@ -68,14 +68,16 @@ def gpu_runs() -> str:
 
 
 def gpu_errors() -> str:
-    """The range of errors of the operation in the newest run that measured it."""
-    rows = [row["errors"] for step in ("bandwidth", "gates", "long") for row in measured(step)]
+    """The range of errors of the operation and of a model in the newest runs that measured them."""
+    rows = [row["errors"] for step in ("bandwidth", "gates", "long", "softmax") for row in measured(step)]
     out = [row["out"] for row in rows]
     gradients = [x for row in rows for name, x in row.items() if name.startswith("d")]
     ranges = [f"{min(found):.1%} to {max(found):.1%}" for found in (out, gradients)]
-    return (
-        f"In bfloat16, the output was off by {ranges[0]} and gradients by {ranges[1]}, in the 2-norm of the worst\n"
-        "window of 512 tokens."
+    logits = max(row["errors"]["linear"] for row in newest_with("model")[1])
+    text = f"In bfloat16, the output was off by {ranges[0]} and gradients by {ranges[1]}, in the 2-norm of the worst "
+    return fill(
+        f"{text}window of 512 tokens. A model's logits under autocast were off by {logits:.1%} of their size.",
+        120,
     )
 
 

@@ -45,7 +45,7 @@ class Machine:
 
     @property
     def layer_dtype(self) -> torch.dtype:
-        """The default block's gradients leave the range of float16."""
+        """Gradients of size 1 leave the range of float16 in the norm of the default block."""
         return torch.bfloat16 if self.on_gpu else torch.float32
 
     def sizes(self, full: T, small: T) -> T:

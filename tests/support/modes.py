@@ -9,6 +9,12 @@ import torch
 
 from linrope.backends import native
 
+
+def _waiting() -> int:
+    """What PyTorch does when an operation waits for the GPU. To ask it would start CUDA."""
+    return torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+
+
 # How each mode is read and set
 MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "deterministic algorithms": (
@@ -26,7 +32,7 @@ MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 if native.why_not() is None:
     MODES["instruction set"] = native.instruction_set, native.use_instruction_set
 if torch.cuda.is_available():
-    MODES["waiting for the GPU"] = torch.cuda.get_sync_debug_mode, torch.cuda.set_sync_debug_mode
+    MODES["waiting for the GPU"] = _waiting, torch.cuda.set_sync_debug_mode
 
 
 @contextmanager
