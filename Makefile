@@ -102,7 +102,8 @@ test-newest:
 FLA := build/fla
 test-fla: $(VENV)/ready native
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(FLA) -c constraints.txt fla-core
-	PYTHONPATH=$(FLA) $(BIN)/python -m pytest -q tests/integrations/test_fla.py
+	PYTHONPATH=$(FLA) $(BIN)/python -m pytest -q tests/integrations/test_fla.py tests/benchmarks/test_gpu_steps.py \
+	-k "test_fla or stand_ins"
 
 # Looks for reads and writes out of bounds and for undefined behaviour, in a copy of the tree with a library of its own.
 # Python itself is not built for this, so both run times (GCC's) are loaded before it, and leaks are not looked for. What
