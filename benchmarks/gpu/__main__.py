@@ -5,9 +5,9 @@
     PYTHONPATH=.:kernels python3 -m benchmarks.gpu --out .. --from block       # goes on where a run was cut
     PYTHONPATH=.:kernels python3 -m benchmarks.gpu --dry-run                   # without a GPU: all code, small sizes
 
-Each row is in the JSON as soon as it is measured, and each step has a log beside it. The rehearsal comes first: all
-steps in small sizes side by side, which compiles their kernels. Compiled kernels stay in build/gpu-cache, which may be
-copied to another machine. The exit status is 1 if a step failed or was stopped.
+Each row is in the JSON as soon as it is measured; build/gpu-logs has what the steps print. The rehearsal comes first:
+all steps in small sizes side by side, which compiles their kernels. Compiled kernels stay in build/gpu-cache, which may
+be copied to another machine. The exit status is 1 if a step failed or was stopped.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TODAY = time.strftime("%Y-%m-%d")
-DRY_RESULTS = Path("build/gpu-dry-run/gpu.json")
+DRY_RESULTS, LOGS = Path("build/gpu-dry-run.json"), Path("build/gpu-logs")
 REHEARSAL = 90  # seconds, expected
 LONGEST = 150  # seconds of a step of the rehearsal
 
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         total = sum(step.seconds for step in steps.values())
         print(f"{total:15} s in all, and {REHEARSAL} s for a rehearsal")
         return 0
-    results = Results(DRY_RESULTS if dry else options.out)
+    results = Results(DRY_RESULTS if dry else options.out, LOGS)
     if options.commit is not None:
         results.found["commit"] = options.commit
     if dry or "rehearsal" in chosen:

@@ -106,16 +106,17 @@ def failures(name: str, rows: Iterable[Row], status: str) -> list[str]:
 class Results:
     """The JSON file of a run. A file that is there is continued: a step that runs again replaces its former rows."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.failures = path, list[str]()
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, logs: Path) -> None:
+        self.path, self.logs, self.failures = path, logs, list[str]()
+        for folder in (path.parent, logs):
+            folder.mkdir(parents=True, exist_ok=True)
         self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         self.found.setdefault("date", time.strftime("%Y-%m-%d"))
         self.found.setdefault("steps", {})
 
     def log(self, name: str) -> Path:
         """The file of what a step prints."""
-        return self.path.with_name(f"{self.path.stem}-{name}.log").absolute()
+        return self.logs.absolute() / f"{name}.log"
 
     def add(self, name: str, rows: list[Row], status: str, seconds: float) -> None:
         self.found[name] = rows

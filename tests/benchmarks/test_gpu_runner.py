@@ -86,8 +86,8 @@ def test_a_step_that_breaks_says_so_and_its_rows_stay(run: Any, status: str, tmp
 
 def test_results_are_continued_and_a_step_that_runs_again_replaces_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "new" / "gpu.json"
-    Results(path).add("gates", [{"x": 1}], status="stopped after 3 s", seconds=3)
-    again = Results(path)
+    Results(path, tmp_path / "logs").add("gates", [{"x": 1}], status="stopped after 3 s", seconds=3)
+    again = Results(path, tmp_path / "logs")
     again.add("gates", [{"x": 2}], status="done", seconds=1)
     again.add("block", [{"x": 3}], status="done", seconds=2)
     found = json.loads(path.read_text())
@@ -106,6 +106,7 @@ def main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     }
     monkeypatch.setattr(steps, "STEPS", fake)
     monkeypatch.setattr(program, "prepare_environment", lambda on_gpu: None)
+    monkeypatch.setattr(program, "LOGS", tmp_path / "logs")
 
     def run(*arguments: str) -> tuple[int, Any]:
         path = tmp_path / "new" / "gpu.json"
