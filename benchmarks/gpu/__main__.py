@@ -54,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     begun = time.monotonic()
     dry = "--dry-run" in (sys.argv[1:] if arguments is None else arguments)
     prepare_environment(on_gpu=not dry)
+    import torch
+
     from benchmarks.gpu.machine import Machine
     from benchmarks.gpu.runner import Results
     from benchmarks.gpu.steps import STEPS
@@ -68,6 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
         total = sum(step.seconds for step in steps.values())
         print(f"{total:15} s in all, and {REHEARSAL} s for a rehearsal")
         return 0
+    if not dry and not torch.cuda.is_available():
+        print("PyTorch sees no CUDA device; --dry-run runs all steps without one", file=sys.stderr)
+        return 2
     results = Results(DRY_RESULTS if dry else options.out, LOGS)
     if options.commit is not None:
         results.found["commit"] = options.commit
@@ -79,6 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
         left = begun + options.seconds - time.monotonic()
         if left < STEPS[name].seconds:
             results.add(name, results.found.get(name, []), "skipped: too little time was left", 0)
+            print(
+                f"{name}: skipped, as {left:.0f} s are left and it may take {STEPS[name].seconds}", flush=True
+            )
             continue
         on = Machine(limit=min(STEPS[name].limit, left), before=options.before)
         results.measure(name, STEPS[name].run, on)

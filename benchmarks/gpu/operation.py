@@ -135,15 +135,11 @@ def packed_row(on: Machine, shape: Shape) -> Row:
     case = case_of(on, (1, int(cu_seqlens[-1]), h, d))
     case.inputs = tuple(x.detach()[mask][None].requires_grad_() for x in padded.inputs)
     case.g_out = padded.g_out[mask][None]
-    attend, attend_padded = (
-        partial(case.linrope, cu_seqlens=cu_seqlens),
-        partial(padded.linrope, key_mask=mask),
-    )
     padded.g_out = padded.g_out * mask[..., None, None]  # what is padding has no gradient
-    ours, theirs = (
-        (attend(), *case.training(attend)),
-        (attend_padded(), *padded.training(attend_padded)),
-    )
+    attend = partial(case.linrope, cu_seqlens=cu_seqlens)
+    attend_padded = partial(padded.linrope, key_mask=mask)
+    ours = attend(), *case.training(attend)
+    theirs = attend_padded(), *padded.training(attend_padded)
     names = zip(("out", "dq", "dk", "dv"), ours, theirs)
     errors = {name: whole(name, x[0], y[mask], 2 * TOLERANCE[on.dtype]) for name, x, y in names}
     wide = [x.detach()[:, :, -1:].double() for x in case.inputs]

@@ -107,6 +107,7 @@ def main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(steps, "STEPS", fake)
     monkeypatch.setattr(program, "prepare_environment", lambda on_gpu: None)
     monkeypatch.setattr(program, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
     def run(*arguments: str) -> tuple[int, Any]:
         path = tmp_path / "new" / "gpu.json"
@@ -126,13 +127,21 @@ def test_a_run_goes_on_after_failures_and_its_exit_status_is_1(main: Any, capsys
     assert capsys.readouterr().out.count("FAILED: ") == 3
 
 
+def test_without_a_gpu_one_line_says_what_runs(main: Any, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main() == (2, None)
+    assert capsys.readouterr().err == "PyTorch sees no CUDA device; --dry-run runs all steps without one\n"
+
+
 def test_what_was_measured_stays_where_a_second_call_begins_later(main: Any, capsys) -> None:
     main("--only", "machine")
     _, found = main("--from", "gates", "--seconds", "20")
     assert len(found["machine"]) == 2
     assert found["steps"]["block"]["status"] == "skipped: too little time was left"
     assert main("--list")[0] == 0
-    assert "a crash" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "a crash" in printed
+    assert "block: skipped, as " in printed
 
 
 def test_the_rehearsal_runs_everything_side_by_side_and_reports_each_failure(main: Any) -> None:
