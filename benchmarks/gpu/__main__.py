@@ -47,6 +47,7 @@ def prepare_environment(on_gpu: bool) -> None:
     os.environ["TRITON_CACHE_AUTOTUNING"] = "1"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(ROOT / "build/gpu-cache/inductor")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() must not start CUDA before a fork
+    os.environ["TEARDOWN_CUPTI"] = "0"  # the profiler runs again after CUDA graphs
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
 
 

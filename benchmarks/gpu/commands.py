@@ -147,7 +147,7 @@ def check(on: Machine) -> Iterator[Row]:
 
 
 def check_row(on: Machine) -> Row:
-    report = json.loads(command(f"check --json --seconds {on.sizes(60, 0)}"))
+    report = json.loads(command(f"check --json --seconds {on.sizes(40, 0)}"))
     assert report["passed"], report
     return {"not available": report["not_available"], "results": report["results"]}
 

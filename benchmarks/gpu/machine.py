@@ -92,8 +92,15 @@ class Machine:
         with torch.cuda.stream(torch.cuda.Stream()):
             run()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-            results = run()
+        stream = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+                results = run()
+        except BaseException:  # PyTorch then leaves its stream and its generator as while it records
+            torch.cuda.set_stream(stream)
+            fresh = torch.Generator("cuda").graphsafe_get_state()
+            torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(fresh)
+            raise
 
         def replay() -> T:
             graph.replay()

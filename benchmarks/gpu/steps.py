@@ -42,7 +42,7 @@ STEPS = {
     "machine": Step(machine, "versions, the best rates of a copy and of a matrix product", 8, 40),
     "tests": Step(commands.tests, "all tests that run on a GPU", 150, 200, ahead=False),
     "host": Step(host.host, "the host time of a call, with and without launches", 10, 40),
-    "gates": Step(operation.gates, "forget gates: errors, times", 25, 60),
+    "gates": Step(operation.gates, "forget gates: errors, times", 55, 110),
     "block": Step(models.block, "the default block: errors, launches, times, decoding", 20, 50),
     "model": Step(models.model, "a model of default blocks beside softmax attention", 40, 80),
     "generate": Step(models.generate, "greedy decoding by linrope and by transformers", 20, 50),

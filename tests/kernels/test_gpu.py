@@ -113,11 +113,14 @@ def test_a_tensor_of_more_than_two_to_the_31_elements() -> None:
     grads = torch.autograd.grad(out, (q, k, v), g_out)
     last = slice(h - 1, h)
     leaves = [x.detach()[:, :, last].float().requires_grad_() for x in (q, k, v)]
+    results, g_last = [x.detach()[:, :, last].float() for x in (out, *grads)], g_out[:, :, last].float()
+    del q, k, v, out, grads, g_out  # 34 GB, and other processes use this GPU
+    torch.cuda.empty_cache()
     expected = linear_rope_attention(*leaves, backend="eager", **how)
-    expected_grads = torch.autograd.grad(expected, leaves, g_out[:, :, last].float())
-    for actual, x in zip((out, *grads), (expected, *expected_grads), strict=True):
+    expected_grads = torch.autograd.grad(expected, leaves, g_last)
+    for actual, x in zip(results, (expected, *expected_grads), strict=True):
         for rows in (slice(0, 500), slice(n - 500, n)):
-            error = (actual[:, rows, last].float() - x[:, rows]).abs().max()
+            error = (actual[:, rows] - x[:, rows]).abs().max()
             assert error <= 0.02 * x[:, rows].abs().max()
 
 
