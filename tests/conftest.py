@@ -63,9 +63,7 @@ def pytest_runtest_logfinish() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()
-        except (
-            RuntimeError
-        ):  # an illegal access, for example, after which CUDA refuses all calls of this process
+        except RuntimeError:  # after an illegal access, for example, CUDA refuses all calls of this process
             os._exit(1)
 
 

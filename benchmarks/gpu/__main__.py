@@ -40,7 +40,7 @@ def parsed(arguments: list[str] | None, names: list[str]) -> argparse.Namespace:
 
 
 def prepare_environment(on_gpu: bool) -> None:
-    """What Triton and PyTorch read when they are imported, here and in the processes of the steps."""
+    """Sets the variables that Triton and PyTorch read on import, for this process and for those of the steps."""
     os.chdir(ROOT)  # the cache's paths are relative
     os.environ["TRITON_INTERPRET"] = "0" if on_gpu else "1"
     os.environ["TRITON_CACHE_DIR"] = "build/gpu-cache/triton"

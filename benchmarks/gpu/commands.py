@@ -1,4 +1,4 @@
-"""What runs as a whole: the tests, linrope's commands, and two processes on one GPU."""
+"""Steps that run other programs: the tests, linrope's commands, and two processes that share a GPU."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ from linrope.distributed import Shard
 ROOT = Path(__file__).parents[2]
 # The tests compile 2,000 kernels, of 1 GB, which stay out of the steps' cache.
 CACHE, KERNELS_OF_TESTS = ROOT / "build/gpu-cache/pytest", ROOT / "build/gpu-test-cache"
-PROCESSES = 14  # of pytest, where there are 16 cores
+WORKERS = 14  # pytest processes on a machine with 16 cores or more
 PATIENCE = 20  # seconds in which pytest writes its report after it was interrupted
 
 
@@ -41,7 +41,7 @@ def tests(on: Machine) -> Iterator[Row]:
 def pytest_command(on: Machine, report: Path) -> list[str]:
     """Warnings are no errors here, and plugins that this machine happens to have are left out."""
     folders = on.sizes(["tests/kernels", "tests/backends"], ["tests/kernels/test_angles.py"])
-    count = min(PROCESSES, max(1, (os.cpu_count() or 1) - 1)) if on.on_gpu else 1
+    count = min(WORKERS, max(1, (os.cpu_count() or 1) - 1)) if on.on_gpu else 1
     options = (
         f"-m 'gpu and not long and not ptx' --device {on.device} -n {count} -W default -p no:benchmark "
         f"-p no:cov -p no:randomly --ff -o cache_dir={CACHE} -q --durations 20 --junitxml={report}"

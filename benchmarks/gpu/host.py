@@ -62,7 +62,7 @@ class Nothing:
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """Replaces all launches of linrope's kernels by nothing: what is left is Python's and PyTorch's."""
+    """Makes every launch of a linrope kernel do nothing, so that only the time of Python and PyTorch is left."""
     from linrope_kernels.forward import scan_fwd_kernel
 
     kind, nothing = type(scan_fwd_kernel), Nothing()
@@ -83,7 +83,7 @@ def empty_kernel(X, Y, Z, n, N: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def roads(on: Machine) -> Row:
-    """What a launch of an empty kernel costs by each road, in microseconds."""
+    """The microseconds that it takes to launch an empty kernel in different ways, and to call PyTorch."""
     x = torch.zeros(16, device=on.device)
     ways: dict[str, Callable[[], Any]] = {
         "triton": lambda: empty_kernel[(1,)](x, x, x, 5, N=16),

@@ -1,6 +1,5 @@
 """The GPU that the steps measure, or the CPU that takes its place in a dry run; times, graphs, errors."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +24,7 @@ L2_CACHE = 100e6  # bytes, more than any GPU has
 class Machine:
     """Where a step runs.
 
-    small: sizes that take a second, but the same code and the same compiled kernels. limit: the step's seconds. before:
+    small: sizes that take a second, with the same code and most of the same compiled kernels. limit: seconds. before:
     a folder with another version of linrope, for the steps that compare the two.
     """
 
@@ -165,9 +164,3 @@ def whole(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> floa
 
 def finite(*tensors: Tensor) -> None:
     assert all(bool(x.isfinite().all()) for x in tensors), "not finite"
-
-
-def ratio(of: Row, to: Row, name: str) -> float:
-    """How many times as long a call of ``of`` takes; NaN if one was not measured."""
-    found = [x.get(name, {}).get("median_ms", math.nan) for x in (of, to)]
-    return float(found[0] / found[1])

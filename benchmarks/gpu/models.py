@@ -221,9 +221,8 @@ def compiled_layer(on: Machine, mode: str) -> Row:
         out = call(x)
         return out, *torch.autograd.grad(out.float().square().mean(), (x, *layer.parameters()))
 
-    expected = training(
-        layer
-    )  # first: it also copies constants to the GPU, whose absence the compiler would note
+    # Before the compiled call: it also copies constants to the GPU, or else the layer would be compiled twice.
+    expected = training(layer)
     begun = time.perf_counter()
     fast = torch.compile(layer, mode=mode)
     for _ in range(on.sizes(3, 1)):  # a mode with CUDA graphs records in the second call

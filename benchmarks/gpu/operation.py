@@ -30,7 +30,7 @@ from linrope import LinearAttentionState, Rotary, linear_rope_attention
 from linrope.cli.bench.cases import AttentionCase
 
 SOFTMAX = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
-LONGEST_LAYERS = 128  # of a decoding step: states that together exceed the L2 cache, as in a model
+MOST_LAYERS = 128  # in a decoding step, whose states together exceed the L2 cache, as in a model
 
 
 def case_of(on: Machine, shape: Shape, gates: bool = False) -> AttentionCase:
@@ -210,7 +210,7 @@ def decode_row(on: Machine, shape: Shape) -> Row:
     _, first = step()
     kv, z = torch.randn_like(first.kv), 1000 + torch.rand_like(first.z)
     state = LinearAttentionState(kv, z, first.position + 1000, first.identity)
-    layers = [state.clone() for _ in range(on.sizes(min(LONGEST_LAYERS, int(256e6 / kv.nbytes) + 1), 2))]
+    layers = [state.clone() for _ in range(on.sizes(min(MOST_LAYERS, int(256e6 / kv.nbytes) + 1), 2))]
     exact, end = attend(*token.double(), state=state.to(dtype=torch.float64), backend="reference")
     out, after = step(state=layers[0].donate())
     assert after.kv is layers[0].kv, "the state is not updated in place"

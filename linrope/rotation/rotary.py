@@ -169,11 +169,10 @@ class Rotary:
             else:
                 self._theta = _checked_copy(theta, rotary_dim // 2, axes)
                 source = f"theta={self._theta.tolist()}"
-            self._frequencies = self._theta.view(-1, axes or 1, rotary_dim // 2).transpose(0, 1)
+            frequencies = self._theta.view(-1, axes or 1, rotary_dim // 2).transpose(0, 1)
             self._xpos_log_decay = None if xpos is None else _xpos_log_decay(dim, rotary_dim, layout, xpos)
-            self._turns = Constant(to_turns(self._frequencies))
-            self._angles_per_position = Constant(self._frequencies)
-        self.heads = self._frequencies.shape[1]
+            self._frequencies, self._turns = Constant(frequencies), Constant(to_turns(frequencies))
+        self.heads = frequencies.shape[1]
         factor = None if attention_factor in (None, 1.0) else self.attention_factor
         options = (("axes", axes), ("attention_factor", factor), ("xpos", xpos))
         suffix = "".join(f", {name}={value}" for name, value in options if value is not None)
@@ -187,7 +186,7 @@ class Rotary:
     @property
     def frequencies(self) -> Tensor:
         """A copy of theta in the shape (axes or 1, g or 1, p)."""
-        return self._frequencies.clone()
+        return self._frequencies.on(torch.device("cpu")).clone()
 
     @property
     def xpos_log_decay(self) -> Tensor | None:
@@ -318,7 +317,7 @@ class Rotary:
     def angles(self, positions: Tensor) -> Tensor:
         """The angles at positions (.., n) or (.., n, axes): (.., n, g or 1, rotary_dim/2) float64, in radians."""
         check_integer_tensors(positions=positions)
-        frequencies = self._angles_per_position.on(positions.device)
+        frequencies = self._frequencies.on(positions.device)
         if self.axes is None:
             return positions[..., None, None].double() * frequencies[0]
         if positions.ndim < 2 or positions.shape[-1] != self.axes:

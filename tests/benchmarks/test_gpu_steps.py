@@ -37,7 +37,7 @@ LONG = {"compiled"}  # compiles for 10 seconds and more
 
 
 class Event:
-    """What the steps use of torch.cuda.Event."""
+    """Stands in for torch.cuda.Event, with the host's clock."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing

@@ -1,4 +1,4 @@
-"""What only a GPU can show: compiled kernels, real sizes, races. ``make gpu-run`` runs these."""
+"""Tests that only a GPU can run: compiled kernels, real sizes, races. ``make gpu-run`` runs them."""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
 """Rotary: RoFormer's rotation, its layouts and its precision."""
 
 import math
+from typing import Any
 
 import mpmath
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from linrope import LinearRoPEAttention, Rotary, linear_rope_attention
 from linrope.rotation.rotary import LAYOUTS, MAX_POSITION, cos_sin_of_turns, grid_positions
@@ -274,3 +276,19 @@ def test_attention_factor_is_kept_and_the_rotation_leaves_it_out() -> None:
     assert torch.equal(rotary(x, positions), Rotary(16, theta=rotary.theta)(x, positions))
     assert Rotary(16).attention_factor == Rotary(16, theta=rotary.theta).attention_factor == 1.0
     assert Rotary(16, theta=rotary.theta, attention_factor=2).attention_factor == 2.0
+
+
+def test_frequencies_are_copied_to_a_device_once() -> None:
+    """A copy from the host in every call would forbid CUDA graphs."""
+    rotary, positions = Rotary(16), torch.arange(4, device="meta")
+    rotary.angles(positions)
+    copied: list[torch.device] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            copied.extend(x.device for x in args if isinstance(x, Tensor) and x.device.type == "cpu")
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        rotary.angles(positions)
+    assert copied == []

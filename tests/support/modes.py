@@ -11,7 +11,7 @@ from linrope.backends import native
 
 
 def _waiting() -> int:
-    """What PyTorch does when an operation waits for the GPU. To ask it would start CUDA."""
+    """PyTorch's mode for operations that wait for the GPU. Reading it starts CUDA; before that it is 0."""
     return torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
 
 
