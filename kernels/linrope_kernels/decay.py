@@ -137,3 +137,15 @@ def state_factor(log):
 @triton.jit
 def decay_state(state, factor):
     return state * factor[0] + state * factor[1]
+
+
+@triton.jit
+def decay_parts(parts, decay):
+    """The state's parts s[i][w] decayed over a chunk."""
+    after = ()
+    for i in tl.static_range(len(parts)):
+        after_i = ()
+        for w in tl.static_range(len(parts[i])):
+            after_i = after_i + (decay_state(parts[i][w], decay.over_chunk),)
+        after = after + (after_i,)
+    return after

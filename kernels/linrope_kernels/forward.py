@@ -21,10 +21,11 @@ from torch import Tensor
 
 from linrope_kernels import tiles
 from linrope_kernels.angles import Phases, make_tables, new_table
-from linrope_kernels.decay import chunk_decay, decay_state, decay_tile
+from linrope_kernels.decay import chunk_decay, decay_parts, decay_tile
 from linrope_kernels.launch import (
     NO_STATE,
     State,
+    blocks_of,
     cut,
     launch,
     most_segments,
@@ -32,34 +33,32 @@ from linrope_kernels.launch import (
     new_state,
     new_states,
     scans_states,
-    tile_of,
     tokens_of,
 )
 from linrope_kernels.memory import (
     Chunk,
     Pairs,
-    feature_offsets,
     load_features,
     load_rotation,
-    load_state,
+    load_states,
     load_values,
-    load_z,
     mask_features,
     places_of,
     program_of,
     rows_of,
     seen,
     segment_span,
-    store_state,
+    store_states,
     store_values,
-    store_z,
 )
 from linrope_kernels.pieces import (
+    add_products,
     carry_z,
     divisor,
     dot,
-    dot_rows,
     feature_map,
+    is_raw,
+    not_future,
     operand,
     rotate,
     sum_of_products,
@@ -70,16 +69,18 @@ from linrope_kernels.transition import segment_states
 
 @triton.jit
 def load_keys(
-    k, tokens, keys, visible, rotation, w0, decay, MAP: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr
-):
+    k, tokens, keys, row_mask, rotation, w0, decay,
+    MAP: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
     """psi in float32, and as operands psi^ = R psi and psi^ e^(D_end - D), which the state takes up.
 
-    visible: the keys that are not masked. rotation: the queries', which keys without a table of their own share.
+    row_mask: the keys whose psi is not 0; None: all. rotation: the queries', which keys without a table of their own
+    share.
     """
     if tokens.key_table is not None:
         rotation = load_rotation(tokens.key_table, keys, w0, PAIRS)
     psi = feature_map(load_features(k, keys, w0, PAIRS), MAP)
-    psi = mask_features(psi, visible.inside, w0, PAIRS)
+    psi = mask_features(psi, row_mask, w0, PAIRS)
     psi_hat = rotate(psi, rotation, PAIRS.P)
     psi_to_end = operand(psi_hat if decay is None else psi_hat * decay.to_end, DOT)
     return psi, operand(psi_hat, DOT), psi_to_end
@@ -97,74 +98,94 @@ def scan_fwd_kernel(
     F: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     MAP: tl.constexpr, INTERLEAVED: tl.constexpr, ADD: tl.constexpr,
     CAUSAL: tl.constexpr, NORMALIZE: tl.constexpr,
-    DOT: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
+    DOT: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BE: tl.constexpr,
+    WP: tl.constexpr, EP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out and, if wanted, den and the last state; one program per (query head, segment, value block)."""
     PAIRS: tl.constexpr = Pairs(F, P, INTERLEAVED, W)
-    block, segment, bh = program_of((E + BE - 1) // BE, segments)
+    block, segment, bh = program_of((E + EP * BE - 1) // (EP * BE), segments)
     batch, head, kv_head, bg = places_of(bh, h, group)
-    c = tl.arange(0, C)
-    f = feature_offsets(0, PAIRS)
-    e = block * BE + tl.arange(0, BE)
-    not_future = c[:, None] >= c[None, :]
+    e0 = block * EP * BE
     first, last, packed_index = segment_span(tokens.spans, segment, length, n)
     state_index = bg * segments + segment if CAUSAL else bg + packed_index * (h // group)
-    s, z = load_state(before, state_index, f, e, F, E), load_z(before, state_index, f, F)
+    s, z = load_states(before, state_index, 0, e0, WP, EP, BE, E, PAIRS)
+    # In bfloat16 the z of a call that returns none is float32, which takes half of the registers.
+    Z: tl.constexpr = tl.float32 if DOT == "bf16" and end[1] is None else tl.float64
+    sums = ()
+    for w in tl.static_range(WP):
+        sums = sums + (z[w].to(Z),)
+    z = sums
     for chunk_start in tl.range(first, last, C, num_stages=STAGES):
-        rows = chunk_start + c
-        queries, keys = Chunk(batch, head, rows, rows < last), Chunk(batch, kv_head, rows, rows < last)
+        rows = chunk_start + tl.arange(0, C)
+        inside = rows < last
+        queries, keys = Chunk(batch, head, rows, inside), Chunk(batch, kv_head, rows, inside)
         decay = None if tokens.log.pointer is None else chunk_decay(tokens.log, keys, DOT, False)
-        rotation = load_rotation(tokens.table, keys, 0, PAIRS)
+        psi, psi_hat, psi_to_end, phi_hat = (), (), (), ()
         if CAUSAL:
-            visible = seen(tokens.mask, keys, n)
-            psi, psi_hat, psi_to_end = load_keys(
-                k, tokens, keys, visible, rotation, 0, decay, MAP, DOT, PAIRS
+            visible, sums = seen(tokens.mask, keys, n), ()
+            # Keys after the last token have no values, and no query sees them: only the last z must not.
+            masked: tl.constexpr = tokens.mask is not None or end[1] is not None or is_raw(MAP, P)
+            row_mask = visible.inside if masked else None
+            for w in tl.static_range(WP):
+                rotation = load_rotation(tokens.table, keys, w * W, PAIRS)
+                psi_w, hat, to_end = load_keys(
+                    k, tokens, keys, row_mask, rotation, w * W, decay, MAP, DOT, PAIRS
+                )
+                psi_w, z_w = carry_z(psi_w, z[w], tl.arange(0, C) == 0, decay)
+                psi, sums = psi + (operand(psi_w, DOT),), sums + (z_w,)
+                psi_hat, psi_to_end = psi_hat + (hat,), psi_to_end + (to_end,)
+            z = sums
+        den_scores, den = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
+        for w in tl.static_range(WP):
+            x = load_features(q, queries, w * W, PAIRS)
+            if not CAUSAL:
+                x = through_registers(x, inside)
+            phi = feature_map(x, MAP)
+            phi_hat = phi_hat + (
+                operand(rotate(phi, load_rotation(tokens.table, keys, w * W, PAIRS), P), DOT),
             )
-            psi, z = carry_z(psi, z, c == 0, decay)
-            psi = operand(psi, DOT)
-            values = operand(load_values(v, visible, e, E, BE), DOT)
-        x = load_features(q, queries, 0, PAIRS)
-        if not CAUSAL:
-            x = through_registers(x, queries.inside)
-        phi = feature_map(x, MAP)
-        phi_hat = operand(rotate(phi, rotation, P), DOT)
-        if decay is not None:  # a tile for both products; its registers are free again when the state is read
-            tile = decay_tile(decay.D, DOT, False)
-            scores = dot_rows(phi_hat, psi_hat, DOT) * tile
+            if NORMALIZE and CAUSAL:
+                den_scores = dot(operand(phi, DOT), tl.trans(psi[w]), den_scores, DOT)
+            elif NORMALIZE:
+                den += sum_of_products(phi, z[w].to(tl.float32)[None, :], 1)
+        if CAUSAL:
+            scores = tl.zeros([C, C], tl.float32)
+            for w in tl.static_range(WP):
+                scores = dot(phi_hat[w], tl.trans(psi_hat[w]), scores, DOT)
+            if decay is not None:  # a tile for both products
+                tile = decay_tile(decay.D, DOT, False)
+                scores, den_scores = scores * tile, den_scores * tile
+            scores = operand(tl.where(not_future(C, False), scores, 0.0), DOT)
         if NORMALIZE:
             if CAUSAL:
-                den_scores = dot_rows(operand(phi, DOT), psi, DOT)
-                if decay is not None:
-                    den_scores = den_scores * tile
-                den = tl.sum(tl.where(not_future, den_scores, 0.0), 1)
-            else:
-                den = sum_of_products(phi, z.to(tl.float32)[None, :], 1)
+                den = tl.sum(tl.where(not_future(C, False), den_scores, 0.0), 1)
             if DEN is not None and block == 0:
-                tl.store(DEN + bh.to(tl.int64) * n + rows, den, mask=queries.inside)
-        num = dot_rows(phi_hat, operand(s, DOT), DOT)
+                tl.store(DEN + bh.to(tl.int64) * n + rows, den, mask=inside)
+            inv_den = 1 / divisor(den, eps, ADD)
+        values = ()
+        for i in tl.static_range(EP):
+            e = e0 + i * BE + tl.arange(0, BE)
+            num = tl.zeros([C, BE], tl.float32)
+            for w in tl.static_range(WP):
+                num = dot(phi_hat[w], tl.trans(operand(s[i][w], DOT)), num, DOT)
+            if CAUSAL:
+                values = values + (operand(load_values(v, visible, e, E, BE), DOT),)
+                num = dot(scores, values[i], num if decay is None else num * decay.from_start, DOT)
+            if NORMALIZE:
+                num = num * inv_den[:, None]
+            store_values(out, num, queries, e, E, BE)
         if CAUSAL:
-            if decay is None:
-                scores = dot_rows(phi_hat, psi_hat, DOT)
-            else:
-                num = num * decay.from_start
-                s = decay_state(s, decay.over_chunk)
-            num = dot(operand(tl.where(not_future, scores, 0.0), DOT), values, num, DOT)
-            s = dot(tl.trans(values), psi_to_end, s, DOT)
-        if NORMALIZE:
-            num = num / divisor(den, eps, ADD)[:, None]
-        store_values(out, num, queries, e, E, BE)
+            s = add_products(s if decay is None else decay_parts(s, decay), values, psi_to_end, DOT)
 
     if CAUSAL and tokens.spans is None and end[0] is not None and segments == 1 and bh % group == 0:
-        store_state(end, bg, s, f, e, F, E)
-        if block == 0:
-            store_z(end, bg, z, f, F)
+        store_states(end, bg, s, z, 0, e0, block == 0, BE, E, PAIRS)
 
 
 def reads_out(call: Any) -> bool:
     """True if the backward pass reads out, because no program has all feature pairs."""
     if call.q is None:
         return False
-    return bool(call.normalize) and tile_of(call, "dq").pairs < (call.k.shape[3] + 1) // 2
+    return bool(call.normalize) and blocks_of(call, "dq")[0] > 1
 
 
 def saved_segments(call: Any) -> int:

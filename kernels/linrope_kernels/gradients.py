@@ -7,18 +7,20 @@ import torch
 from torch import Tensor
 
 from linrope_kernels.angles import Phases, Tables, make_tables
-from linrope_kernels.backward import Terms, dk_kernel, dq_kernel, dv_kernel
+from linrope_kernels.backward import Terms, dq_kernel
+from linrope_kernels.backward_keys import dkv_kernel
 from linrope_kernels.forward import new_tables, unpack_sums
 from linrope_kernels.launch import (
     NO_STATE,
     State,
+    blocks_of,
     cut,
     launch,
+    merged,
     new_like,
     new_state,
     new_states,
     scans_states,
-    tile_of,
     tokens_of,
 )
 from linrope_kernels.memory import rows_of
@@ -46,9 +48,8 @@ def new_terms(call: Any, x: Tensor, kernel: str, segments: Segments) -> Terms:
     def new(size: int) -> Tensor:
         return new_like(x, segments, *x.shape[:3], size, dtype=torch.float32)
 
-    blocks = -(-((x.shape[3] + 1) // 2) // tile_of(call, kernel).pairs)
     return Terms(
-        None if call.log_decay is None else new(blocks),
+        None if call.log_decay is None else new(blocks_of(call, kernel)[0]),
         None if call.angle_steps is None else new(call.pairs),
     )
 
@@ -108,7 +109,7 @@ def _key_gradients(
     (b, m, g, _), (table, key_table) = call.k.shape, tables
     segments = query_segments if queries.q.shape[1] == m else cut(call, m)
     dk, dv = new_like(call.k, segments), new_like(call.v, segments)
-    terms_k = new_terms(call, call.k, "dk", segments)
+    terms_k = new_terms(call, call.k, "dkv" if merged(call) else "dk", segments)
     d_start = new_state(call, start) if start is not None or not call.causal else None
     after = d_end
     if scans_states(query_segments) or not call.causal:
@@ -119,14 +120,14 @@ def _key_gradients(
     q, k, v, d_out = (rows_of(x) for x in (queries.q, call.k, call.v, queries.d_out))
     tokens, (_, _, den, delta, group) = tokens_of(call, *tables, segments), queries
     sizes = m, g, group, segments.number, segments.length, call.eps
-    launch(
-        call, dk_kernel, "dk", b * g * segments.number, q, k, v, tokens, after or NO_STATE, d_out, den, delta,
-        rows_of(dk), terms_k, d_start or NO_STATE, *sizes, CAUSAL=call.causal,
-    )  # fmt: skip
-    launch(
-        call, dv_kernel, "dv", b * g * segments.number, q, k, tokens, after or NO_STATE, d_out, den,
-        rows_of(dv), *sizes, CAUSAL=call.causal,
-    )  # fmt: skip
+    # One program has all pairs and values of a head, or dk and dv are two launches of the same kernel.
+    wanted = {"dkv": (dk, dv)} if merged(call) else {"dk": (dk, None), "dv": (None, dv)}
+    for name, results in wanted.items():
+        launch(
+            call, dkv_kernel, name, b * g * segments.number, q, k, v, tokens, after or NO_STATE, d_out, den, delta,
+            *map(rows_of, results), terms_k, d_start or NO_STATE, *sizes, CAUSAL=call.causal,
+            GROUPED=group != 1 or not call.causal,
+        )  # fmt: skip
     d_log = None
     if terms_k.log is not None:
         terms = _per_key_head(terms_k.log, g).sum(3)

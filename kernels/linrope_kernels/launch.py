@@ -4,6 +4,7 @@
 linrope, and only reads the record's fields.
 """
 
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -36,16 +37,35 @@ def _gpu(index: int) -> _Device:
     return _Device(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
+def _table(call: Any) -> tuple[str, int, bool]:
+    """What chooses the table of tiles: precision, compute capability, whether there is decay."""
+    return tiles.precision(call.v), _device(call.k).capability, call.log_decay is not None
+
+
 def tile_of(call: Any, name: str) -> tiles.Tile:
     f, e = int(call.k.shape[3]), int(call.v.shape[3])  # not symbolic: kernels are compiled for them
-    return tiles.tile(name, f, e, tiles.precision(call.v), _device(call.k).capability)
+    return tiles.tile(name, f, e, *_table(call))
+
+
+def merged(call: Any) -> bool:
+    """True if one launch computes both dk and dv."""
+    f, e = int(call.k.shape[3]), int(call.v.shape[3])
+    return tiles.merged(f, e, *_table(call))
+
+
+def blocks_of(call: Any, name: str) -> tuple[int, int]:
+    """How many programs share the pairs, and the values, of a head."""
+    tile, pairs, e = tile_of(call, name), (call.k.shape[3] + 1) // 2, call.v.shape[3]
+    return -(-pairs // (tile.pair_parts * tile.pairs)), -(-e // (tile.value_parts * tile.values))
 
 
 def launch(call: Any, kernel: Any, name: str, copies: int, *args: Any, **constants: Any) -> None:
     """Starts ``copies`` programs for each block of the output, with the tile called ``name``."""
     f, e, tile = call.k.shape[3], call.v.shape[3], tile_of(call, name)
     if not name.startswith("step"):
-        copies *= -(-((f + 1) // 2) // tile.pairs) * -(-e // tile.values)
+        copies *= math.prod(blocks_of(call, name))
+        if name not in ("dq", "states"):
+            constants |= {"WP": tile.pair_parts, "EP": tile.value_parts}
         constants |= {"DOT": tiles.precision(call.v), "C": tile.chunk, "STAGES": tile.stages}
     start_kernel(
         kernel, copies, *args, F=f, E=e, P=call.pairs, MAP=call.feature_map, NORMALIZE=call.normalize,
@@ -56,8 +76,9 @@ def launch(call: Any, kernel: Any, name: str, copies: int, *args: Any, **constan
 
 def most_segments(call: Any) -> int:
     tile, (b, _, h, _) = tile_of(call, "scan_fwd"), (call.k if call.q is None else call.q).shape
-    blocks = -(-call.v.shape[3] // tile.values)
-    return tiles.most_segments(b * h, blocks, _device(call.k).multiprocessors, tile.warps)
+    return tiles.most_segments(
+        b * h, blocks_of(call, "scan_fwd")[1], _device(call.k).multiprocessors, tile.warps
+    )
 
 
 def cut(call: Any, n: int, length: int | None = None) -> Segments:

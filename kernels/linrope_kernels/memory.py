@@ -127,12 +127,17 @@ def feature_offsets(w0, PAIRS: tl.constexpr):
 
 @triton.jit
 def mask_features(x, row_mask, w0, PAIRS: tl.constexpr):
-    """x (C, 2 W) with 0 in masked rows and beyond feature F; phi(0), after a masked load, may not be 0."""
-    if PAIRS.F % (2 * PAIRS.W) == 0:
-        return tl.where(row_mask[:, None], x, 0.0)
-    else:
+    """x (C, 2 W) with 0 beyond feature F and, unless row_mask is None, in masked rows.
+
+    After a masked load phi(0) may not be 0.
+    """
+    if PAIRS.F % (2 * PAIRS.W) != 0:
         exists = 2 * w0 + tl.arange(0, 2 * PAIRS.W) < PAIRS.F
-        return tl.where(row_mask[:, None] & exists[None, :], x, 0.0)
+        x = tl.where(exists[None, :], x, 0.0)
+    if row_mask is None:
+        return x
+    else:
+        return tl.where(row_mask[:, None], x, 0.0)
 
 
 @triton.jit
@@ -212,6 +217,23 @@ def load_state(state, index, f, e, F: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
+def load_states(
+    state, index, w0, e0, WP: tl.constexpr, EP: tl.constexpr, BE: tl.constexpr, E: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The parts s[i][w] of S^T, tiles (BE, 2 W), and z[w] of z, from pair w0 and value e0 on."""
+    s, z = (), ()
+    for w in tl.static_range(WP):
+        z = z + (load_z(state, index, feature_offsets(w0 + w * PAIRS.W, PAIRS), PAIRS.F),)
+    for i in tl.static_range(EP):
+        e, s_i = e0 + i * BE + tl.arange(0, BE), ()
+        for w in tl.static_range(WP):
+            s_i = s_i + (load_state(state, index, feature_offsets(w0 + w * PAIRS.W, PAIRS), e, PAIRS.F, E),)
+        s = s + (s_i,)
+    return s, z
+
+
+@triton.jit
 def store_state(state, index, s, f, e, F: tl.constexpr, E: tl.constexpr):
     inside = (e < E)[:, None] & (f < F)[None, :]
     tl.store(state[0] + index * F * E + f[None, :] * E + e[:, None], s, mask=inside)
@@ -229,6 +251,17 @@ def load_z(state, index, f, F: tl.constexpr):
 @triton.jit
 def store_z(state, index, z, f, F: tl.constexpr):
     tl.store(state[1] + index * F + f, z.to(state[1].dtype.element_ty), mask=f < F)
+
+
+@triton.jit
+def store_states(state, index, s, z, w0, e0, with_z, BE: tl.constexpr, E: tl.constexpr, PAIRS: tl.constexpr):
+    """Stores the parts of S and, in one of the programs that have them, of z."""
+    for w in tl.static_range(len(z)):
+        f = feature_offsets(w0 + w * PAIRS.W, PAIRS)
+        for i in tl.static_range(len(s)):
+            store_state(state, index, s[i][w], f, e0 + i * BE + tl.arange(0, BE), PAIRS.F, E)
+        if with_z:
+            store_z(state, index, z[w], f, PAIRS.F)
 
 
 @triton.jit

@@ -41,6 +41,12 @@ def feature_map(x, MAP: tl.constexpr):
         return x
 
 
+@triton.constexpr_function
+def is_raw(MAP: str, P: int) -> bool:
+    """True if features are read as they are. To mask them then serves as ``through_registers``."""
+    return MAP == "identity" and P == 0
+
+
 @triton.jit
 def slope(x, MAP: tl.constexpr):
     """phi'(x) in float32."""
@@ -86,6 +92,18 @@ def dot(a, b, acc, DOT: tl.constexpr):
 def dot_rows(x, y, DOT: tl.constexpr):
     """x y^T: the product of each row of x with each row of y."""
     return dot(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], tl.float32), DOT)
+
+
+@triton.jit
+def add_products(s, values, features, DOT: tl.constexpr):
+    """S + sum psi v^T over a chunk, in parts s[i][w] of S^T; values[i], features[w]: operands."""
+    after = ()
+    for i in tl.static_range(len(s)):
+        s_i = ()
+        for w in tl.static_range(len(features)):
+            s_i = s_i + (dot(tl.trans(values[i]), features[w], s[i][w], DOT),)
+        after = after + (s_i,)
+    return after
 
 
 @triton.jit
@@ -138,6 +156,16 @@ def through_registers(x, row_mask):
 
 
 @triton.jit
+def not_future(C: tl.constexpr, OF_KEYS: tl.constexpr):
+    """The keys (C, C) of a chunk that each query sees. OF_KEYS: the rows are the keys."""
+    rows, columns = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    if OF_KEYS:
+        return rows <= columns
+    else:
+        return rows >= columns
+
+
+@triton.jit
 def divisor(den, eps, ADD: tl.constexpr):
     """The denominator with eps: the numerator's divisor."""
     if ADD:
@@ -158,22 +186,62 @@ def rounded_products(products):
 
     A thread that holds one product of a sum would fuse it, unrounded, with the other threads' sum.
     """
-    if products.numel <= 2048:  # in larger tiles a thread holds several
+    if products.numel <= 4096:  # in larger tiles a thread holds several
         products += 0.0
     return products
 
 
 @triton.jit
 def carry_z(psi, z, first_row, decay):
-    """psi with z added to the chunk's first row, and z after the chunk.
+    """psi with z added to the chunk's first row, and z after the chunk, in the precision of z.
 
     Every query of the chunk sees its first key, so that a product with this psi includes the keys before the
     chunk. decay: a ChunkDecay or None.
     """
     z_before = z.to(tl.float32)[None, :]
     if decay is None:
-        z += tl.sum(psi, 0).to(tl.float64)
+        z += tl.sum(psi, 0).to(z.dtype)
     else:
         z_before = z_before * decay.from_start
-        z = decay_state(z, decay.over_chunk) + sum_of_products(psi, decay.to_end, 0).to(tl.float64)
-    return psi + tl.where(first_row[:, None], z_before, 0.0), z
+        z = decay_state(z, decay.over_chunk) + sum_of_products(psi, decay.to_end, 0).to(z.dtype)
+    return tl.where(first_row[:, None], psi + z_before, psi), z
+
+
+@triton.jit
+def partial_sums(x):
+    """The rows of x (C, 2 W) as 16 sums of C / 16 rows each, (16, 2 W).
+
+    Each thread adds up rows of its own. A sum of all rows would pass through shared memory in every chunk.
+    """
+    return tl.sum(tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]]), 0)
+
+
+@triton.jit
+def spread(z, DOT: tl.constexpr):
+    """A sum (2 W,) in the form of partial sums: in bfloat16 float32, else float64."""
+    z = tl.where((tl.arange(0, 16) == 0)[:, None], z[None, :], 0.0)
+    return z.to(tl.float32) if DOT == "bf16" else z
+
+
+@triton.jit
+def spread_parts(z, DOT: tl.constexpr):
+    after = ()
+    for w in tl.static_range(len(z)):
+        after = after + (spread(z[w], DOT),)
+    return after
+
+
+@triton.jit
+def totals(z):
+    """The sums, float64, that are spread over the partial sums of each part z[w]."""
+    after = ()
+    for w in tl.static_range(len(z)):
+        after = after + (tl.sum(z[w].to(tl.float64), 0),)
+    return after
+
+
+@triton.jit
+def sum_in_rows(z, C: tl.constexpr, DOT: tl.constexpr):
+    """The sum of partial sums z (16, 2 W) in each of C rows."""
+    ones = operand(tl.full([C, 16], 1.0, tl.float32), DOT)
+    return dot(ones, operand(z, DOT), tl.zeros([C, z.shape[1]], tl.float32), DOT)

@@ -1,8 +1,8 @@
 """The tile of each kernel: one fixed table, so that equal calls give equal bits on equal devices.
 
-In bfloat16 each is the fastest of some ten that were timed on an H100, or within 5% of it, up to 128 features
-(benchmarks/gpu/tiles.py); at 256, scan and dq have faster ones, which spill more or need more shared memory. All others
-were chosen by what the compilers make of them (kernels/README.md).
+In bfloat16 each is, up to 128 features, the fastest of several that were timed on an H200 (benchmarks/gpu/tiles.py),
+but for those of "bf16 with decay" and those of other GPUs. All others were chosen by what the compilers make of them
+(kernels/README.md).
 """
 
 from functools import cache
@@ -18,6 +18,8 @@ class Tile(NamedTuple):
     values: int  # BE: value columns per program
     warps: int
     stages: int
+    pair_parts: int = 1  # WP, EP: a program has several tiles of pairs, and of values
+    value_parts: int = 1
 
 
 UNSPLIT = 256  # no split: one program has all pairs or all values
@@ -32,19 +34,20 @@ UNSPLIT = 256  # no split: one program has all pairs or all values
 TABLE: dict[str, dict[tuple[str, int], Tile]] = {
     "bf16": {
         ("scan_fwd", 64): Tile(64, UNSPLIT, 64, 4, 3),
-        ("scan_fwd", 128): Tile(64, UNSPLIT, 64, 4, 2),
+        ("scan_fwd", 128): Tile(64, 32, 64, 4, 2, pair_parts=2, value_parts=2),
         ("scan_fwd", 256): Tile(64, UNSPLIT, 64, 8, 1),
         ("states", 64): Tile(64, UNSPLIT, 64, 4, 3),
-        ("states", 128): Tile(64, UNSPLIT, 64, 4, 2),
+        ("states", 128): Tile(64, UNSPLIT, 128, 8, 3),
         ("states", 256): Tile(64, UNSPLIT, 64, 8, 2),
         ("dq", 64): Tile(64, 32, UNSPLIT, 4, 3),
         ("dq", 128): Tile(64, 32, UNSPLIT, 4, 2),
         ("dq", 256): Tile(64, 16, UNSPLIT, 8, 2),
         ("dk", 64): Tile(64, 32, UNSPLIT, 4, 2),
-        ("dk", 128): Tile(64, 32, UNSPLIT, 4, 2),
-        ("dk", 256): Tile(64, 16, UNSPLIT, 4, 1),  # 8 warps: ptxas 12.8 miscompiles it
+        ("dk", 128): Tile(64, 32, 64, 4, 2, value_parts=2),
+        ("dk", 256): Tile(64, 32, 64, 4, 1, value_parts=4),
         ("dv", 64): Tile(64, UNSPLIT, 64, 4, 3),
-        ("dv", 128): Tile(64, UNSPLIT, 64, 4, 2),
+        ("dv", 128): Tile(64, 32, 64, 4, 2, pair_parts=2, value_parts=2),
+        ("dkv", 64): Tile(64, 32, 64, 4, 2),
         ("dv", 256): Tile(64, UNSPLIT, 64, 8, 2),
     },
     "tf32": {
@@ -83,8 +86,15 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
     },
 }
 
+# With decay a program has more to hold: dk and dv of one head are two programs, dv of 128 values as well.
+TABLE["bf16 with decay"] = {key: tile for key, tile in TABLE["bf16"].items() if key[0] != "dkv"} | {
+    ("scan_fwd", 128): Tile(64, UNSPLIT, 64, 4, 2),
+    ("dv", 128): Tile(64, 32, 64, 4, 2, pair_parts=2),
+}
+
 # Ampere's and consumer Blackwell's matrix units take both operands from registers: fewer tokens fit.
-TABLE["bf16 from registers"] = TABLE["bf16"] | {
+TABLE["bf16 from registers"] = TABLE["bf16 with decay"] | {
+    ("states", 128): Tile(64, UNSPLIT, 64, 4, 2),
     ("scan_fwd", 128): Tile(32, UNSPLIT, 64, 4, 2),
     ("dq", 64): Tile(32, 32, UNSPLIT, 4, 3),
     ("dq", 128): Tile(32, 16, UNSPLIT, 4, 2),
@@ -107,10 +117,13 @@ def precision(v: Tensor) -> str:
     return "ieee" if exact else "tf32"
 
 
-def table_of(dot: str, capability: int) -> dict[tuple[str, int], Tile]:
+def table_of(dot: str, capability: int, decay: bool) -> dict[tuple[str, int], Tile]:
     """The entries of TABLE for GPUs of a compute capability, 90 for 9.0."""
-    from_registers = dot == "bf16" and (capability < 90 or capability >= 120)
-    return TABLE["bf16 from registers" if from_registers else dot]
+    if dot != "bf16":
+        return TABLE[dot]
+    if capability < 90 or capability >= 120:
+        return TABLE["bf16 from registers"]
+    return TABLE["bf16 with decay" if decay else "bf16"]
 
 
 def power_of_two_from_16(n: int) -> int:
@@ -119,37 +132,56 @@ def power_of_two_from_16(n: int) -> int:
 
 
 @cache  # a call asks for a dozen tiles
-def tile(kernel: str, f: int, e: int, dot: str, capability: int) -> Tile:
+def tile(kernel: str, f: int, e: int, dot: str, capability: int, decay: bool) -> Tile:
     """The tile for f features and e values per head; capability: 90 for compute capability 9.0."""
     pairs, values = power_of_two_from_16((f + 1) // 2), power_of_two_from_16(e)
     if kernel == "step_fwd":
         return Tile(1, pairs, min(values, max(16, 1024 // pairs)), 4, 1)
     if kernel == "step_in_place":  # up to 16,384 elements of state at once: loads need not wait
         return Tile(1, pairs, min(values, max(16, 8192 // pairs)), 8, 1)
-    key = kernel, max(64, 2 * pairs, values)
-    entry = table_of(dot, capability)[key]
+    entry = table_of(dot, capability, decay)[kernel, size_of(f, e)]
+    # With 16 pairs and ptxas 12.8, which Triton 3.6 brings, dk read outside of its memory on an H200, though the
+    # emulator finds no fault in its PTX. So dk and dv have at least 32 pairs.
     # From capability 10.0 on Triton 3.5 to 3.7 pipelines loops over a state wrongly: state-spaces/mamba#997.
     # With few values more than one stage would be a race on Hopper: wgmma would still read dout of one query
     # head while cp.async overwrites it with that of the next head but one. Triton counts the buffers by
     # another product of dout, which is too small for wgmma.
-    if capability >= 100 or (kernel in ("dk", "dv") and values < 64):
+    if capability >= 100 or (kernel in ("dk", "dv", "dkv") and values < 64):
         entry = entry._replace(stages=1)
-    return entry._replace(pairs=min(entry.pairs, pairs), values=min(entry.values, values))
+    if dot == "bf16" and kernel in ("dk", "dv", "dkv"):
+        pairs = max(32, pairs)
+    entry = entry._replace(pairs=min(entry.pairs, pairs), values=min(entry.values, values))
+    parts = min(entry.pair_parts, pairs // entry.pairs), min(entry.value_parts, values // entry.values)
+    return entry._replace(pair_parts=parts[0], value_parts=parts[1])
 
 
-# A sequence is cut into as many segments as fill the GPU once, or twice, if once would leave more than a tenth of it
-# idle. Only the last segment may be shorter than SHORTEST_SEGMENT, since each costs a state to write and to read.
+def size_of(f: int, e: int) -> int:
+    """The size in TABLE of heads of f features and e values."""
+    return max(64, 2 * power_of_two_from_16((f + 1) // 2), power_of_two_from_16(e))
+
+
+def merged(f: int, e: int, dot: str, capability: int, decay: bool) -> bool:
+    """True if one program computes both dk and dv of a head."""
+    return ("dkv", size_of(f, e)) in table_of(dot, capability, decay)
+
+
+# A sequence is cut into as many segments as fill the GPU once or twice, or not at all, whichever takes least: the
+# states before segments take about STATES as long as the scan. Only the last segment may be shorter than
+# SHORTEST_SEGMENT, since each costs a state to write and to read.
 SHORTEST_SEGMENT = 512
 SEGMENT_MULTIPLE = 128  # whole chunks
+STATES = 0.4
 
 
 def most_segments(heads: int, value_blocks: int, multiprocessors: int, warps: int) -> int:
     """The number of segments of a long sequence."""
     resident, programs = multiprocessors * (2 if warps == 4 else 1), max(1, heads * value_blocks)
-    if programs >= 0.9 * resident:
-        return 1
-    one_wave = resident // programs
-    return one_wave if one_wave * programs >= 0.9 * resident else 2 * resident // programs
+
+    def cost(number: int) -> float:
+        waves = -(-programs * number // resident)
+        return waves / number * (1 + STATES if number > 1 else 1)
+
+    return min(max(1, resident // programs), max(1, 2 * resident // programs), 1, key=cost)
 
 
 def segments(n: int, most: int) -> tuple[int, int]:

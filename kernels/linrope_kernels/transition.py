@@ -60,7 +60,6 @@ def states_kernel(
     PAIRS: tl.constexpr = Pairs(F, P, INTERLEAVED, W)
     block, segment, bg = program_of((E + BE - 1) // BE, segments)
     batch, kv_head, bg = (bg // g).to(tl.int64), bg % g, bg.to(tl.int64)
-    c = tl.arange(0, C)
     f = feature_offsets(0, PAIRS)
     e = block * BE + tl.arange(0, BE)
     s, z = tl.zeros([BE, 2 * W], tl.float32), tl.zeros([2 * W], tl.float64)
@@ -68,7 +67,7 @@ def states_kernel(
     log_to_edge = tl.full([], 0, tl.float64)
     chunks = tl.cdiv(end - first, C)
     for i in tl.range(0, chunks, num_stages=STAGES):
-        rows = first + (i if REVERSE else chunks - 1 - i) * C + c
+        rows = first + (i if REVERSE else chunks - 1 - i) * C + tl.arange(0, C)
         inside = rows < end
         chunk = Chunk(batch, kv_head.to(tl.int64), rows, inside)
         visible = seen(tokens.mask, chunk, m)

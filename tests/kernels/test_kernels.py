@@ -48,10 +48,19 @@ def test_segments_cover_the_sequence(n: int, most: int) -> None:
     assert number == 1 or (length >= tiles.SHORTEST_SEGMENT and length % 128 == 0)
 
 
+def test_dk_and_dv_have_at_least_32_pairs_in_bfloat16() -> None:
+    """With 16, ptxas 12.8 made a kernel that read outside of its memory."""
+    for kernel in ("dk", "dv", "dkv"):
+        assert tiles.tile(kernel, 16, 16, "bf16", 90, kernel != "dkv").pairs == 32
+
+
 def test_enough_segments_to_fill_a_gpu() -> None:
     assert tiles.most_segments(8, 1, 132, 4) == 33  # 264 programs, on 132 multiprocessors
     assert tiles.most_segments(240, 1, 132, 4) == 1
     assert tiles.most_segments(150, 1, 132, 4) == 3  # 450 in two waves of 264, since one would leave 114 idle
+    assert (
+        tiles.most_segments(192, 1, 132, 4) == 1
+    )  # two segments would fill two waves no better than one fills one
     assert tiles.most_segments(8, 2, 132, 8) == 8
 
 

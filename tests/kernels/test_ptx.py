@@ -69,8 +69,8 @@ def test_compiled_kernels_are_free_of_former_faults(capability: int, dtype: str,
 def test_the_whole_table_keeps_the_contract(capability: int, dtype: str, size: int) -> None:
     lines = check(capability, dtype, size)
     assert {name for x in lines for name in x["kernels"]} == {
-        "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dk_kernel",
-        "dv_kernel", "step_fwd_kernel",
+        "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dkv_kernel",
+        "step_fwd_kernel",
     }  # fmt: skip
 
 
@@ -81,5 +81,5 @@ def test_a_barrier_left_out_of_a_kernel_is_seen(capability: int) -> None:
     (line,) = run_compiled("-m", "tests.kernels.ptx.barriers", str(capability), "scan_fwd_kernel")
     assert line["found"] == 0
     assert line["barriers"] > 10
-    # One is after the loop, where no copy is left on its way; one stands before a read of the angle table.
-    assert len(line["unseen"]) <= 2, line["unseen"]
+    # One is after the loop, where no copy is left on its way; two stand before reads of what only the copies write.
+    assert len(line["unseen"]) <= 3, line["unseen"]

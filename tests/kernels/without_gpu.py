@@ -64,7 +64,8 @@ class Launch(NamedTuple):
     def name(self) -> str:
         name = str(self.kernel.__name__).removesuffix("_kernel")
         if name == "dkv":
-            return "dk" if self.arguments["WANT_DK"] else "dv"
+            missing = [x for x in ("dk", "dv") if self.arguments[x].pointer is None]
+            return {"dk": "dv", "dv": "dk"}[missing[0]] if missing else "dkv"
         return name + ("_bwd" if self.arguments.get("REVERSE") else "")
 
 
