@@ -82,12 +82,29 @@ def gpu_errors() -> str:
 
 
 def gpu_machine() -> str:
-    run, _ = newest_with("bandwidth")
-    (machine,) = run["machine"]
-    rate = machine["copy"]["rate"] / 1e12
-    return (
-        f"{machine['device']}, PyTorch {machine['torch'].partition('+')[0]}, Triton {machine['triton']}, bfloat16, "
-        f"medians;\na copy moves {rate:.1f} TB/s."
+    """The GPUs that the tables come from, each with its tables and with the best rate of a copy."""
+    tables = {
+        "softmax": "softmax attention",
+        "model": "the model",
+        "fla": "flash-linear-attention",
+        "bandwidth": "shares of the copy bandwidth",
+        "decode": "decoding",
+    }
+    machines: dict[str, tuple[Row, list[str]]] = {}
+    for step, name in tables.items():
+        (machine,) = newest_with(step)[0]["machine"]
+        machines.setdefault(machine["device"], (machine, []))[1].append(name)
+    lines = [
+        f"- {device} (a copy moves {machine['copy']['rate'] / 1e12:.1f} TB/s), PyTorch "
+        f"{machine['torch'].partition('+')[0]}, Triton {machine['triton']}: {', '.join(names)}"
+        for device, (machine, names) in machines.items()
+    ]
+    return "\n".join(
+        [
+            "In bfloat16, medians:",
+            "",
+            *(fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines),
+        ]
     )
 
 
