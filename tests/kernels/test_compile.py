@@ -33,19 +33,19 @@ WIDE_CEILING = {64: 2100, 128: 1300, 256: 4500}
 # On other GPUs than Hopper, in bfloat16. Ampere's and consumer Blackwell's units keep operands in registers.
 ELSEWHERE = {
     ("scan_fwd", 64): 630,  # 520 on 8.0, 624 on 12.0
-    ("scan_fwd", 128): 6000,  # 1276 on 8.0, 64 on 10.0, 5848 on 12.0
+    ("scan_fwd", 128): 390,  # 384 on 12.0
     ("scan_fwd", 256): 26500,  # 25990 on 12.0: as above
     ("states", 128): 400,  # 396, 356 on 12.0
     ("states_bwd", 128): 430,  # 348 on 8.0, 424 on 12.0
     ("states", 256): 600,
     ("states_bwd", 256): 600,
     ("dq", 64): 400,  # 168, 392 on 12.0
-    ("dq", 128): 400,
+    ("dq", 128): 480,  # 476 on 10.0
     ("dq", 256): 21000,  # 20846 on 8.0, 7128 on 12.0
     ("dk", 64): 1200,  # 1104 on 8.0; not compiled again for 12.0
-    ("dk", 128): 2000,  # 1712, 472 on 10.0, 1952 on 12.0
+    ("dk", 128): 630,  # 464 on 8.0, 624 on 12.0
     ("dk", 256): 2500,
-    ("dv", 128): 1200,  # 968, 1160 on 12.0
+    ("dv", 128): 440,  # 248 on 8.0, 196 on 12.0
     ("dv", 256): 1500,
 }
 # With decay on Hopper: the tile of factors is made where it is used, and once more where it is used again.
@@ -53,8 +53,7 @@ DECAY_CEILING = dict.fromkeys(("scan_fwd", "states", "states_bwd", "dq", "dv"), 
 DECAY_CEILING |= {"dq": 370, "step_fwd": 0, "dk": LITTLE}  # 360 of dq
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 if VERSION >= (3, 8):
-    # 256 features were not compiled with it, nor 128 on other GPUs than Hopper.
-    CEILING |= {("scan_fwd", 128, "bf16"): 1540, ("dv", 128, "bf16"): 700}  # 1532, 692
+    CEILING |= {("scan_fwd", 128, "bf16"): 1540, ("dv", 128, "bf16"): 700, ("dv", 256, "bf16"): 1260}
 
 
 def described(entry: dict[str, Any]) -> tuple[str, int, str]:
