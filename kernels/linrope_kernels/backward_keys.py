@@ -32,10 +32,12 @@ from linrope_kernels.pieces import (
     angle_gradients,
     divisor,
     dot,
+    dot_parts,
     feature_map,
     is_raw,
     operand,
     partial_sums,
+    read_state,
     rotate,
     rotate_back,
     slope,
@@ -86,16 +88,14 @@ def load_queries(
 
 @triton.jit
 def d_values_of_state(psi_hat, t_i, decay, DOT: tl.constexpr):
-    """T^T psi^ of the value part with the state parts t_i[w]."""
-    product = tl.zeros([psi_hat[0].shape[0], t_i[0].shape[0]], tl.float32)
-    for w in tl.static_range(len(psi_hat)):
-        product = dot(psi_hat[w], tl.trans(operand(t_i[w], DOT)), product, DOT)
+    """T^T psi^ for the part of the values whose state parts are t_i[w]."""
+    product = read_state(psi_hat, t_i, DOT)
     return product if decay is None else product * decay.to_end
 
 
 @triton.jit
 def d_keys_of_state(values, t, w: tl.constexpr, decay, DOT: tl.constexpr):
-    """T v of the pair part w."""
+    """T v for the part w of the pairs."""
     product = tl.zeros([values[0].shape[0], t[0][w].shape[1]], tl.float32)
     for i in tl.static_range(len(values)):
         product = dot(values[i], operand(t[i][w], DOT), product, DOT)
@@ -105,11 +105,7 @@ def d_keys_of_state(values, t, w: tl.constexpr, decay, DOT: tl.constexpr):
 @triton.jit
 def add_to_values(d_values, queries, psi_hat, t, decay, DOT: tl.constexpr):
     """dv with the terms of a query head. d_values: () for none so far; t: T after the chunk."""
-    C: tl.constexpr = psi_hat[0].shape[0]
-    scores, after = tl.zeros([C, C], tl.float32), ()
-    for w in tl.static_range(len(psi_hat)):
-        scores = dot(psi_hat[w], tl.trans(queries.phi_hat[w]), scores, DOT)
-    scores = weighed(scores, decay, None, DOT, True)
+    scores, after = weighed(dot_parts(psi_hat, queries.phi_hat, DOT), decay, None, DOT, True), ()
     for i in tl.static_range(len(t)):
         if len(d_values) == 0:
             before = d_values_of_state(psi_hat, t[i], decay, DOT)
@@ -163,9 +159,10 @@ def dkv_kernel(
     DOT: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BE: tl.constexpr,
     WP: tl.constexpr, EP: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv, or one of them; one program per (key/value head, segment, block of what is wanted).
+    """dk, dv, or both; one program per (key/value head, segment, block of pairs for dk or of values for dv).
 
-    A program that computes dk has all values, and one that computes dv all pairs. GROUPED: group may be more than 1.
+    A program of dk reads all values, one of dv all pairs, and one of both computes all of a head. GROUPED: a key/value
+    head may have several query heads.
     """
     PAIRS: tl.constexpr = Pairs(F, P, INTERLEAVED, W)
     DK: tl.constexpr = dk.pointer is not None

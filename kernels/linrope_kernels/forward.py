@@ -56,10 +56,12 @@ from linrope_kernels.pieces import (
     carry_z,
     divisor,
     dot,
+    dot_parts,
     feature_map,
     is_raw,
     not_future,
     operand,
+    read_state,
     rotate,
     sum_of_products,
     through_registers,
@@ -123,7 +125,7 @@ def scan_fwd_kernel(
         psi, psi_hat, psi_to_end, phi_hat = (), (), (), ()
         if CAUSAL:
             visible, sums = seen(tokens.mask, keys, n), ()
-            # Keys after the last token have no values, and no query sees them: only the last z must not.
+            # Keys after the last token have no values and no query sees them, so that only the last z needs the mask.
             masked: tl.constexpr = tokens.mask is not None or end[1] is not None or is_raw(MAP, P)
             row_mask = visible.inside if masked else None
             for w in tl.static_range(WP):
@@ -149,9 +151,7 @@ def scan_fwd_kernel(
             elif NORMALIZE:
                 den += sum_of_products(phi, z[w].to(tl.float32)[None, :], 1)
         if CAUSAL:
-            scores = tl.zeros([C, C], tl.float32)
-            for w in tl.static_range(WP):
-                scores = dot(phi_hat[w], tl.trans(psi_hat[w]), scores, DOT)
+            scores = dot_parts(phi_hat, psi_hat, DOT)
             if decay is not None:  # a tile for both products
                 tile = decay_tile(decay.D, DOT, False)
                 scores, den_scores = scores * tile, den_scores * tile
@@ -165,9 +165,7 @@ def scan_fwd_kernel(
         values = ()
         for i in tl.static_range(EP):
             e = e0 + i * BE + tl.arange(0, BE)
-            num = tl.zeros([C, BE], tl.float32)
-            for w in tl.static_range(WP):
-                num = dot(phi_hat[w], tl.trans(operand(s[i][w], DOT)), num, DOT)
+            num = read_state(phi_hat, s[i], DOT)
             if CAUSAL:
                 values = values + (operand(load_values(v, visible, e, E, BE), DOT),)
                 num = dot(scores, values[i], num if decay is None else num * decay.from_start, DOT)

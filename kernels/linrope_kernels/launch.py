@@ -38,7 +38,7 @@ def _gpu(index: int) -> _Device:
 
 
 def _table(call: Any) -> tuple[str, int, bool]:
-    """What chooses the table of tiles: precision, compute capability, whether there is decay."""
+    """The last arguments of ``tiles.tile``: the precision, the compute capability, and whether there is decay."""
     return tiles.precision(call.v), _device(call.k).capability, call.log_decay is not None
 
 

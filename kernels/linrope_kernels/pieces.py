@@ -43,7 +43,7 @@ def feature_map(x, MAP: tl.constexpr):
 
 @triton.constexpr_function
 def is_raw(MAP: str, P: int) -> bool:
-    """True if features are read as they are. To mask them then serves as ``through_registers``."""
+    """True if features are what memory holds: a product of them needs ``through_registers``, or a mask instead."""
     return MAP == "identity" and P == 0
 
 
@@ -92,6 +92,24 @@ def dot(a, b, acc, DOT: tl.constexpr):
 def dot_rows(x, y, DOT: tl.constexpr):
     """x y^T: the product of each row of x with each row of y."""
     return dot(x, tl.trans(y), tl.zeros([x.shape[0], y.shape[0]], tl.float32), DOT)
+
+
+@triton.jit
+def dot_parts(x, y, DOT: tl.constexpr):
+    """x y^T, summed over the parts x[w] and y[w], all of them operands."""
+    product = tl.zeros([x[0].shape[0], y[0].shape[0]], tl.float32)
+    for w in tl.static_range(len(x)):
+        product = dot(x[w], tl.trans(y[w]), product, DOT)
+    return product
+
+
+@triton.jit
+def read_state(x, s_i, DOT: tl.constexpr):
+    """x S for one part of the values: operands x[w] with the state's parts s_i[w], S^T in float32."""
+    product = tl.zeros([x[0].shape[0], s_i[0].shape[0]], tl.float32)
+    for w in tl.static_range(len(x)):
+        product = dot(x[w], tl.trans(operand(s_i[w], DOT)), product, DOT)
+    return product
 
 
 @triton.jit
@@ -225,6 +243,7 @@ def spread(z, DOT: tl.constexpr):
 
 @triton.jit
 def spread_parts(z, DOT: tl.constexpr):
+    """Each part z[w] in the form of partial sums."""
     after = ()
     for w in tl.static_range(len(z)):
         after = after + (spread(z[w], DOT),)
@@ -233,7 +252,7 @@ def spread_parts(z, DOT: tl.constexpr):
 
 @triton.jit
 def totals(z):
-    """The sums, float64, that are spread over the partial sums of each part z[w]."""
+    """The sum of the partial sums of each part z[w], in float64: undoes ``spread_parts``."""
     after = ()
     for w in tl.static_range(len(z)):
         after = after + (tl.sum(z[w].to(tl.float64), 0),)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 class Tile(NamedTuple):
     chunk: int  # C: tokens per iteration of the main loop
-    pairs: int  # W: feature pairs per program
-    values: int  # BE: value columns per program
+    pairs: int  # W: feature pairs of a tile
+    values: int  # BE: value columns of a tile
     warps: int
     stages: int
-    pair_parts: int = 1  # WP, EP: a program has several tiles of pairs, and of values
-    value_parts: int = 1
+    pair_parts: int = 1  # WP: tiles of pairs per program
+    value_parts: int = 1  # EP: tiles of values per program
 
 
 UNSPLIT = 256  # no split: one program has all pairs or all values
@@ -47,8 +47,8 @@ TABLE: dict[str, dict[tuple[str, int], Tile]] = {
         ("dk", 256): Tile(64, 32, 64, 4, 1, value_parts=4),
         ("dv", 64): Tile(64, UNSPLIT, 64, 4, 3),
         ("dv", 128): Tile(64, 32, 64, 4, 2, pair_parts=2, value_parts=2),
-        ("dkv", 64): Tile(64, 32, 64, 4, 2),
         ("dv", 256): Tile(64, UNSPLIT, 64, 8, 2),
+        ("dkv", 64): Tile(64, 32, 64, 4, 2),  # dk and dv in one program
     },
     "tf32": {
         ("scan_fwd", 64): Tile(32, UNSPLIT, 64, 8, 2),
@@ -140,8 +140,6 @@ def tile(kernel: str, f: int, e: int, dot: str, capability: int, decay: bool) ->
     if kernel == "step_in_place":  # up to 16,384 elements of state at once: loads need not wait
         return Tile(1, pairs, min(values, max(16, 8192 // pairs)), 8, 1)
     entry = table_of(dot, capability, decay)[kernel, size_of(f, e)]
-    # With 16 pairs and ptxas 12.8, which Triton 3.6 brings, dk read outside of its memory on an H200, though the
-    # emulator finds no fault in its PTX. So dk and dv have at least 32 pairs.
     # From capability 10.0 on Triton 3.5 to 3.7 pipelines loops over a state wrongly: state-spaces/mamba#997.
     # With few values more than one stage would be a race on Hopper: wgmma would still read dout of one query
     # head while cp.async overwrites it with that of the next head but one. Triton counts the buffers by
@@ -149,6 +147,8 @@ def tile(kernel: str, f: int, e: int, dot: str, capability: int, decay: bool) ->
     if capability >= 100 or (kernel in ("dk", "dv", "dkv") and values < 64):
         entry = entry._replace(stages=1)
     if dot == "bf16" and kernel in ("dk", "dv", "dkv"):
+        # With 16 pairs and ptxas 12.8, which Triton 3.6 brings, dk read outside of its memory on an H200, though the
+        # emulator finds no fault in its PTX. So the tiles of small heads have 32 pairs, too.
         pairs = max(32, pairs)
     entry = entry._replace(pairs=min(entry.pairs, pairs), values=min(entry.values, values))
     parts = min(entry.pair_parts, pairs // entry.pairs), min(entry.value_parts, values // entry.values)

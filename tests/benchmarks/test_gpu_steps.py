@@ -260,9 +260,10 @@ def test_without_launches_nothing_runs_and_afterwards_all_does() -> None:
 def test_the_table_s_own_tile_is_tried_first_and_the_others_differ() -> None:
     for key in tile_step.CANDIDATES:
         own, *others = tile_step.candidates(key)
-        assert own == tiles.TABLE["bf16"].get(key, own)
+        if key != ("dkv", 128):  # the table has none: dk and dv are two programs there
+            assert own == tiles.TABLE["bf16"][key]
         assert own not in others
-        assert len(set(others)) == len(others) >= 2
+        assert len(set(others)) == len(others) > 2
 
 
 def test_a_difference_counts_by_its_tensor_and_nan_is_no_small_one() -> None:

@@ -49,8 +49,8 @@ ELSEWHERE = {
     ("dv", 256): 1500,
 }
 # With decay on Hopper: the tile of factors is made where it is used, and once more where it is used again.
-DECAY_CEILING = dict.fromkeys(("scan_fwd", "states", "states_bwd", "dq", "dv"), LITTLE)
-DECAY_CEILING |= {"dq": 370, "step_fwd": 0, "dk": LITTLE}  # 360 of dq
+DECAY_CEILING = dict.fromkeys(("scan_fwd", "states", "states_bwd", "dk", "dv"), LITTLE)
+DECAY_CEILING |= {"dq": 370, "step_fwd": 0}  # 360 of dq
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 if VERSION >= (3, 8):
     CEILING |= {("scan_fwd", 128, "bf16"): 1540, ("dv", 128, "bf16"): 700, ("dv", 256, "bf16"): 1260}

@@ -58,9 +58,7 @@ def test_enough_segments_to_fill_a_gpu() -> None:
     assert tiles.most_segments(8, 1, 132, 4) == 33  # 264 programs, on 132 multiprocessors
     assert tiles.most_segments(240, 1, 132, 4) == 1
     assert tiles.most_segments(150, 1, 132, 4) == 3  # 450 in two waves of 264, since one would leave 114 idle
-    assert (
-        tiles.most_segments(192, 1, 132, 4) == 1
-    )  # two segments would fill two waves no better than one fills one
+    assert tiles.most_segments(192, 1, 132, 4) == 1  # 384 would fill two waves no better than 192 fill one
     assert tiles.most_segments(8, 2, 132, 8) == 8
 
 

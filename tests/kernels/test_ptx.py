@@ -81,5 +81,5 @@ def test_a_barrier_left_out_of_a_kernel_is_seen(capability: int) -> None:
     (line,) = run_compiled("-m", "tests.kernels.ptx.barriers", str(capability), "scan_fwd_kernel")
     assert line["found"] == 0
     assert line["barriers"] > 10
-    # One is after the loop, where no copy is left on its way; two stand before reads of what only the copies write.
+    # One is after the loop, where no copy is left on its way; two stand before copies into buffers that no warp reads.
     assert len(line["unseen"]) <= 3, line["unseen"]
