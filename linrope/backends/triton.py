@@ -48,15 +48,20 @@ def why_not() -> str | None:
     return None
 
 
+def why_not_on(device: torch.device) -> str | None:
+    """The reason why the kernels cannot run on this device; None: they can."""
+    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+        return f"tensors on {device}: it needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return "this GPU, whose compute capability is below 8.0"
+    return None
+
+
 def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     """The reason why these kernels cannot run the call; None: they can."""
     k, f, e = call.k, call.k.shape[3], call.v.shape[3]
-    if not k.is_cuda and not (INTERPRETED and k.device.type == "cpu"):
-        return (
-            f"tensors on {k.device}: it needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
-        )
-    if k.is_cuda and torch.cuda.get_device_capability(k.device) < MIN_CAPABILITY:
-        return "this GPU, whose compute capability is below 8.0"
+    if (reason := why_not_on(k.device)) is not None:
+        return reason
     if torch.float64 in (k.dtype, call.v.dtype) or (state is not None and state.kv.dtype == torch.float64):
         return "float64: use backend='eager'"
     if call.v.dtype == torch.bfloat16 and INTERPRETED:

@@ -1,6 +1,9 @@
-"""What the operators ask of their arguments, and whether the native kernels can take them."""
+"""What the operators ask of their arguments, and which kernels can take them."""
 
 from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +13,7 @@ from linrope.common.argument_checks import check_name
 from linrope.common.private_names import transformed
 from linrope.common.tracing import exporting, has_tangents
 
-BACKENDS = ("auto", "native", "eager")
+BACKENDS = ("auto", "native", "triton", "eager")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,10 +35,12 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {expected}")
 
 
-def takes_kernel(backend: str, tensors: Iterable[Tensor | None], too_large: str | None) -> bool:
-    """True if the native kernel runs the call, False if plain PyTorch does. "auto" takes the kernel where it can run.
+def choose(backend: str, tensors: Iterable[Tensor | None], too_large: str | None) -> str:
+    """The backend that runs the call: "native" or "triton", which are kernels, or "eager", plain PyTorch.
 
-    too_large: the reason why the kernel cannot take these sizes; None: it can.
+    "auto" takes the kernel for the tensors' device where it can run, else eager.
+
+    too_large: the reason why the kernels cannot take these sizes; None: they can.
 
     Raises:
         ValueError: unknown name.
@@ -43,25 +48,35 @@ def takes_kernel(backend: str, tensors: Iterable[Tensor | None], too_large: str 
     """
     present = [x for x in tensors if x is not None]
     if backend == "auto":
-        return _why_not(present) is None and too_large is None and not exporting()
+        name = "native" if present[0].device.type == "cpu" else "triton"
+        runs = too_large is None and _why_not(name, present) is None and not exporting()
+        return name if runs else "eager"
     check_name("backend", backend, BACKENDS)
-    if backend == "eager":
-        return False
-    if (reason := _why_not(present) or too_large) is not None:
+    if backend != "eager" and (reason := _why_not(backend, present) or too_large) is not None:
         raise RuntimeError(f"backend={backend!r} cannot run: {reason}")
-    return True
+    return backend
 
 
-def _why_not(tensors: list[Tensor]) -> str | None:
-    """The reason why no native kernel can compute with these tensors; None: the kernels can."""
-    for x in tensors:
-        if x.device.type != "cpu":
-            return f"tensors on {x.device}: native runs on CPUs only"
-        if x.dtype == torch.float64:
-            return "float64: use backend='eager'"
+def _why_not(name: str, tensors: list[Tensor]) -> str | None:
+    """The reason why these kernels cannot compute with these tensors; None: they can."""
+    device = tensors[0].device
+    if any(x.dtype == torch.float64 for x in tensors):
+        return "float64: use backend='eager'"
     if transformed() or has_tangents(tensors):
         return "inside a transformation of torch.func or forward mode: use backend='eager'"
-    return native.why_not()
+    if name == "native":
+        return native.why_not() if device.type == "cpu" else f"tensors on {device}: native runs on CPUs only"
+    try:
+        from linrope.backends import triton  # imports Triton, which may be absent
+    except ImportError as error:
+        return str(error)
+    return triton.why_not_on(device)
+
+
+@cache
+def launchers(name: str) -> Any:
+    """The module of linrope_kernels, which imports Triton."""
+    return import_module(f"linrope_kernels.{name}")
 
 
 def with_dense_rows(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -15,8 +15,8 @@ from linrope.ops.arguments import (
     as_parameter,
     check_dense,
     check_shape,
+    choose,
     gradient_of,
-    takes_kernel,
     with_dense_rows,
 )
 from linrope.recurrence.call import contiguous
@@ -34,6 +34,7 @@ class _Convolution(NamedTuple):
     before: Tensor | None  # (s, taps - 1, c)
     cu_seqlens: Tensor | None  # (s + 1,)
     silu: bool
+    kernel: str  # "native" or "triton"; "eager" has none
 
 
 def convolve(
@@ -108,11 +109,12 @@ def convolve_parts(
         check_shape("before", before, (s, taps - 1, c))
     tensors = (*parts, weight, bias, before)
     too_large = f"{taps} taps: it takes up to {MAX_TAPS}; use backend='eager'" if taps > MAX_TAPS else None
-    calls = _split(parts, weight, bias, before, cu_seqlens, silu)
-    if not takes_kernel(backend, tensors, too_large):
+    kernel = choose(backend, tensors, too_large)
+    calls = _split(parts, weight, bias, before, cu_seqlens, silu, kernel)
+    if kernel == "eager":
         return [_CONVOLVE.definition(call) for call in calls]
     if len(parts) > 1 and torch.is_grad_enabled() and plain(x for x in tensors if x is not None):
-        return _InOneNode.apply(silu, weight, bias, before, cu_seqlens, *parts)  # type: ignore[no-any-return, no-untyped-call]
+        return _InOneNode.apply(silu, kernel, weight, bias, before, cu_seqlens, *parts)  # type: ignore[no-any-return, no-untyped-call]
     return [_CONVOLVE(call, call)[0] for call in calls]
 
 
@@ -174,7 +176,7 @@ class _Convolve(Operator[_Convolution]):
     @staticmethod
     def definition(call: _Convolution) -> Tensor:
         """The operator in plain PyTorch: for any dtype and device, for exporters and transformations."""
-        x, weight, bias, before, cu_seqlens, silu = call
+        x, weight, bias, before, cu_seqlens, silu, _ = call
         (b, n, c), width = x.shape, weight.shape[1] - 1
         if cu_seqlens is None:
             before = x.new_zeros(b, width, c) if before is None else before.to(x.dtype)
@@ -223,11 +225,11 @@ class _InOneNode(torch.autograd.Function):
     """Several parts as one node of autograd's graph. A node and slices for each would cost more than short calls."""
 
     @staticmethod
-    def forward(ctx: Any, silu: bool, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, silu: bool, kernel: str, *tensors: Any) -> tuple[Tensor, ...]:
         weight, bias, before, cu_seqlens, *parts = tensors
         ctx.save_for_backward(*tensors)
-        ctx.silu = silu
-        calls = _split(parts, weight, bias, before, cu_seqlens, silu)
+        ctx.settings = silu, kernel
+        calls = _split(parts, weight, bias, before, cu_seqlens, silu, kernel)
         return tuple(_CONVOLVE.forward(call, True)[0] for call in calls)
 
     @staticmethod
@@ -238,11 +240,11 @@ class _InOneNode(torch.autograd.Function):
             if torch.is_grad_enabled()
             else _CONVOLVE.backward(call, [], [gradient])
             for gradient, call in zip(
-                g, _split(parts, weight, bias, before, cu_seqlens, ctx.silu), strict=True
+                g, _split(parts, weight, bias, before, cu_seqlens, *ctx.settings), strict=True
             )
         ]
         d_x, d_weight, d_bias, d_before = zip(*found, strict=True)
-        return None, _join(d_weight, 0), _join(d_bias, 0), _join(d_before, 2), None, *d_x
+        return None, None, _join(d_weight, 0), _join(d_bias, 0), _join(d_before, 2), None, *d_x
 
 
 def _join(gradients: Sequence[Tensor | None], dim: int) -> Tensor | None:

@@ -15,9 +15,9 @@ from linrope.ops.arguments import (
     as_parameter,
     check_dense,
     check_shape,
+    choose,
     converted,
     gradient_of,
-    takes_kernel,
     with_dense_rows,
 )
 
@@ -40,6 +40,7 @@ class _GatedNorm(NamedTuple):
     gate_first: bool
     skip_first: bool
     gate_activation: str
+    kernel: str  # "native" or "triton"; "eager" has none
 
 
 def gated_norm(
@@ -101,6 +102,10 @@ def gated_norm(
     check_name("gate_activation", gate_activation, tuple(ACTIVATIONS))
     if weight is not None and weight.ndim == 1 and over == "all":
         weight = weight.view(out.shape[2:])
+    values, too_large = out.shape[3], None
+    if values > MOST_VALUES:
+        too_large = f"{values} values per head: it takes up to {MOST_VALUES}; use backend='eager'"
+    kernel = choose(backend, (out, weight, gate, v, skip), too_large)
     call = _GatedNorm(
         out,
         weight,
@@ -112,13 +117,9 @@ def gated_norm(
         gate_order == "before",
         skip_order == "before",
         gate_activation,
+        kernel,
     )
-    values, too_large = out.shape[3], None
-    if values > MOST_VALUES:
-        too_large = f"{values} values per head: it takes up to {MOST_VALUES}; use backend='eager'"
-    if takes_kernel(backend, (out, weight, gate, v, skip), too_large):
-        return _NORM(call, call)[0]
-    return _NORM.definition(call)
+    return _NORM.definition(call) if kernel == "eager" else _NORM(call, call)[0]
 
 
 def _check(
@@ -174,7 +175,7 @@ class _Norm(Operator[_GatedNorm]):
     @staticmethod
     def definition(call: _GatedNorm) -> Tensor:
         """The operator in plain PyTorch: for any dtype and device, for exporters and transformations."""
-        out, weight, gate, v, skip, eps, over_heads, gate_first, skip_first, activation = call
+        out, weight, gate, v, skip, eps, over_heads, gate_first, skip_first, activation, _ = call
         wide = torch.promote_types(out.dtype, torch.float32)
         u, h = out.to(wide), out.shape[2]
         skip_term = factor = None

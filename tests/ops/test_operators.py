@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from linrope.backends import native as library
 from linrope.ops import convolve, gated_norm
-from linrope.ops.arguments import takes_kernel
+from linrope.ops.arguments import choose
 from tests.ops.cases import needs_native, numbers
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -23,20 +23,22 @@ def leaf(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tens
 # The operators' arguments in order; each table has every kind of argument, present and absent.
 CALLS = {
     "convolve": {
-        "all": (leaf(2, 9, 5), leaf(5, 4), leaf(5), leaf(2, 3, 5), None, True),
-        "weight alone": (leaf(2, 9, 5), leaf(5, 4), None, None, None, False),
-        "packed": (leaf(1, 9, 5), leaf(5, 3), None, leaf(3, 2, 5), CUTS, True),
-        "half precision": (leaf(2, 9, 5, dtype=BF16), leaf(5, 4), leaf(5), None, None, True),
+        "all": (leaf(2, 9, 5), leaf(5, 4), leaf(5), leaf(2, 3, 5), None, True, "native"),
+        "weight alone": (leaf(2, 9, 5), leaf(5, 4), None, None, None, False, "native"),
+        "packed": (leaf(1, 9, 5), leaf(5, 3), None, leaf(3, 2, 5), CUTS, True, "native"),
+        "half precision": (leaf(2, 9, 5, dtype=BF16), leaf(5, 4), leaf(5), None, None, True, "native"),
     },
     "gated_norm": {
         "all": (
-            leaf(2, 9, 4, 5), leaf(4, 5), leaf(2, 9, 20), leaf(2, 9, 2, 5), leaf(4), 1e-6, False, False, True, "silu"
+            leaf(2, 9, 4, 5), leaf(4, 5), leaf(2, 9, 20), leaf(2, 9, 2, 5), leaf(4), 1e-6, False, False, True,
+            "silu", "native"
         ),
-        "weight alone": (leaf(2, 9, 4, 5), leaf(5), None, None, None, 1e-6, False, False, False, "silu"),
-        "gate alone": (leaf(2, 9, 4, 5), None, leaf(2, 9, 20), None, None, 1e-6, True, True, False, "sigmoid"),
+        "weight alone": (leaf(2, 9, 4, 5), leaf(5), None, None, None, 1e-6, False, False, False, "silu", "native"),
+        "gate alone": (leaf(2, 9, 4, 5), None, leaf(2, 9, 20), None, None, 1e-6, True, True, False, "sigmoid",
+                       "native"),
         "half precision": (
             leaf(2, 9, 4, 5, dtype=F16), leaf(4, 5), leaf(2, 9, 20, dtype=F16), None, None, 1e-6, True, False, False,
-            "silu"
+            "silu", "native"
         ),
     },
 }  # fmt: skip
@@ -144,9 +146,9 @@ def test_second_derivatives_in_torch_func_take_the_definition_or_name_it() -> No
 def test_auto_takes_the_kernels_where_they_can_run_and_names_the_reason_where_not() -> None:
     x = torch.zeros(1, 2, 3)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert takes_kernel("auto", (x.to(dtype), None), None)
+        assert choose("auto", (x.to(dtype), None), None) == "native"
     for other, too_large in ((x.double(), None), (x, "9 taps"), (x.to("meta"), None)):
-        assert not takes_kernel("auto", (other,), too_large)
+        assert choose("auto", (other,), too_large) == "eager"
     with pytest.raises(RuntimeError, match="cannot run: inside a transformation"):
         torch.func.vmap(lambda x: convolve(x, torch.ones(3, 2), backend="native"))(x[None])
 
