@@ -20,7 +20,7 @@ from linrope import (
     linear_rope_state,
 )
 from linrope.backends import native
-from linrope.layer.selective import ForgetGate, WriteGate
+from linrope.layer.selective import ForgetGate
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.export import TensorStates
 from linrope.ops import gated_norm
@@ -187,12 +187,11 @@ class Exact(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forget, self.write = ForgetGate(16, 8), WriteGate(16, 8, tied=True)
+        self.forget = ForgetGate(16, 8, writes=True)
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        a = self.forget(x)
-        return a, self.write(x, a), gated_norm(v, self.weight, eps=1e-12)
+        return *self.forget(x), gated_norm(v, self.weight, eps=1e-12)
 
 
 @in_onnx_s_process

@@ -39,6 +39,7 @@ from linrope_kernels.memory import (
     load_rotation,
     load_state,
     load_values,
+    load_write,
     load_z,
     places_of,
     program_of,
@@ -71,6 +72,7 @@ class Terms(NamedTuple):
 
     log: Any  # (b, n, heads, pair blocks): <phi, dphi> or <psi, dpsi>
     angles: Any  # (b, n, heads, P): <J phi, R^T dphi^> or <J psi, R^T dpsi^>
+    write: Any  # (b, m, heads, value blocks): <v, d(w v)>, of the keys alone
 
 
 @triton.jit
@@ -131,8 +133,9 @@ def dq_kernel(
         if CAUSAL:
             visible = seen(tokens.mask, keys, n)
             row_mask = visible.inside if tokens.mask is not None or is_raw(MAP, P) else None
+            write = load_write(tokens.write, visible)
             psi, psi_hat, psi_to_end = load_keys(
-                k, tokens, keys, row_mask, rotation, w0, decay, MAP, DOT, PAIRS
+                k, tokens, keys, row_mask, rotation, w0, decay, write, MAP, DOT, PAIRS
             )
             values = operand(load_values(v, visible, e, E, BE), DOT)
             if decay is not None:
@@ -147,8 +150,9 @@ def dq_kernel(
                 psi = operand(psi, DOT)
             if decay is not None:
                 dphi = dphi * decay.from_start
-            d_scores = weighed(dot_rows(d_outputs, values, DOT), decay, None, DOT, False)
-            dphi = dot(d_scores, psi_hat, dphi, DOT)
+            d_scores = dot_rows(d_outputs, values, DOT)
+            d_scores = d_scores if write is None else d_scores * write[None, :]
+            dphi = dot(weighed(d_scores, decay, None, DOT, False), psi_hat, dphi, DOT)
         if NORMALIZE:
             dphi = dphi * inv_den[:, None]
         dphi = rotate_back(dphi, rotation, P)

@@ -18,6 +18,7 @@ from linrope_kernels.memory import (
     load_rotation,
     load_states,
     load_values,
+    load_write,
     mask_features,
     program_of,
     seen,
@@ -94,11 +95,12 @@ def d_values_of_state(psi_hat, t_i, decay, DOT: tl.constexpr):
 
 
 @triton.jit
-def d_keys_of_state(values, t, w: tl.constexpr, decay, DOT: tl.constexpr):
-    """T v for the part w of the pairs."""
+def d_keys_of_state(values, t, w: tl.constexpr, decay, write, DOT: tl.constexpr):
+    """T w v for the part w of the pairs."""
     product = tl.zeros([values[0].shape[0], t[0][w].shape[1]], tl.float32)
     for i in tl.static_range(len(values)):
         product = dot(values[i], operand(t[i][w], DOT), product, DOT)
+    product = product if write is None else product * write[:, None]
     return product if decay is None else product * decay.to_end
 
 
@@ -116,17 +118,18 @@ def add_to_values(d_values, queries, psi_hat, t, decay, DOT: tl.constexpr):
 
 
 @triton.jit
-def add_to_keys(dpsi, queries, inside, values, t, decay, DOT: tl.constexpr):
+def add_to_keys(dpsi, queries, inside, values, t, decay, write, DOT: tl.constexpr):
     """R dpsi with the terms of a query head but for those of the normalizer; arguments as in add_to_values."""
     C: tl.constexpr = values[0].shape[0]
     d_scores, after = tl.zeros([C, C], tl.float32), ()
     for i in tl.static_range(len(t)):  # the values are an async copy, so dout must not be one as well
         d_outputs = through_registers(queries.d_outputs[i], inside)
         d_scores = dot(values[i], tl.trans(d_outputs), d_scores, DOT)
+    d_scores = d_scores if write is None else d_scores * write[:, None]  # rounded as in dq: da needs both
     d_scores = weighed(d_scores, decay, None, DOT, True)
     for w in tl.static_range(len(queries.phi_hat)):
         if len(dpsi) == 0:
-            before = d_keys_of_state(values, t, w, decay, DOT)
+            before = d_keys_of_state(values, t, w, decay, write, DOT)
         else:
             before = dpsi[w]
         after = after + (dot(d_scores, queries.phi_hat[w], before, DOT),)
@@ -185,6 +188,7 @@ def dkv_kernel(
         keys = Chunk(batch, kv_head.to(tl.int64), rows, inside)
         decay = None if tokens.log.pointer is None else chunk_decay(tokens.log, keys, DOT, True)
         visible = seen(tokens.mask, keys, m)
+        write = load_write(tokens.write, visible)
         row_mask = visible.inside if tokens.mask is not None or is_raw(MAP, P) else None
         x, values, psi_hat, rotations = (), (), (), ()
         for w in tl.static_range(WP):
@@ -193,11 +197,14 @@ def dkv_kernel(
                 x = x + (load_features(k, keys, w0 + w * W, PAIRS),)
             if DV:
                 psi_hat = psi_hat + (
-                    load_keys(k, tokens, keys, row_mask, rotations[w], w0 + w * W, None, MAP, DOT, PAIRS)[1],
+                    load_keys(
+                        k, tokens, keys, row_mask, rotations[w], w0 + w * W, None, None, MAP, DOT, PAIRS
+                    )[1],
                 )
         if DK:
             for i in tl.static_range(EP):
-                values_i = operand(load_values(v, visible, e0 + i * BE + tl.arange(0, BE), E, BE), DOT)
+                e = e0 + i * BE + tl.arange(0, BE)
+                values_i = operand(load_values(v, visible, e, E, BE), DOT)
                 values = values + (values_i if CAUSAL else through_registers(values_i, visible.inside),)
         t_after, dz_after = t, dz
         if decay is not None:
@@ -207,7 +214,7 @@ def dkv_kernel(
             for i in tl.static_range(EP if DV else 0):
                 d_values = d_values + (d_values_of_state(psi_hat, t_after[i], decay, DOT),)
             for w in tl.static_range(WP if DK else 0):
-                dpsi = dpsi + (d_keys_of_state(values, t_after, w, decay, DOT),)
+                dpsi = dpsi + (d_keys_of_state(values, t_after, w, decay, write, DOT),)
                 dpsi_den = dpsi_den + (tl.zeros([C, 2 * W], tl.float32),)
             if CAUSAL:
                 for r in range(group):
@@ -219,7 +226,7 @@ def dkv_kernel(
                     if DV:
                         d_values = add_to_values(d_values, queries, psi_hat, t_after, decay, DOT)
                     if DK:
-                        dpsi = add_to_keys(dpsi, queries, inside, values, t_after, decay, DOT)
+                        dpsi = add_to_keys(dpsi, queries, inside, values, t_after, decay, write, DOT)
                     if DK and NORMALIZE:
                         dpsi_den = add_to_sums(dpsi_den, queries.of_den, decay, end, DOT)
                     t = add_products(t, queries.d_outputs, queries.phi_to_start, DOT)
@@ -231,14 +238,24 @@ def dkv_kernel(
             if DV:
                 d_values = add_to_values(d_values, queries, psi_hat, t_after, decay, DOT)
             if DK:
-                dpsi = add_to_keys(dpsi, queries, inside, values, t_after, decay, DOT)
+                dpsi = add_to_keys(dpsi, queries, inside, values, t_after, decay, write, DOT)
             t = add_products(t, queries.d_outputs, queries.phi_to_start, DOT)
+        token = (batch * m + rows) * g + kv_head
         if DV:
+            d_write = tl.zeros([C], tl.float32)
             for i in tl.static_range(EP):
+                e = e0 + i * BE + tl.arange(0, BE)
                 d_values_i = tl.where(visible.inside[:, None], d_values[i], 0.0)
-                store_values(dv, d_values_i, keys, e0 + i * BE + tl.arange(0, BE), E, BE)
+                if terms.write is not None:
+                    d_write += sum_of_products(
+                        load_values(v, visible, e, E, BE).to(tl.float32), d_values_i, 1
+                    )
+                    d_values_i *= write[:, None]
+                store_values(dv, d_values_i, keys, e, E, BE)
+            if terms.write is not None:
+                tl.store(terms.write + token * VALUE_BLOCKS + block // BLOCKS, d_write, mask=inside)
         if DK:
-            psi_dpsi, token = tl.zeros([C], tl.float32), (batch * m + rows) * g + kv_head
+            psi_dpsi = tl.zeros([C], tl.float32)
             of_rows, of_keys = (), ()
             for w in tl.static_range(WP):
                 rotation = rotations[w]

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+MIN_LOG_DECAY = tl.constexpr(-1e4)  # e^-10000 is 0 in every dtype, and sums of such numbers are finite
+
 
 @triton.jit
 def expm1(y):
@@ -19,12 +21,20 @@ def expm1(y):
 
 
 @triton.jit
+def load_per_token(x, chunk):
+    """(C,): the number of each row of x, Rows (b or 1, n, heads or 1); 0 outside."""
+    X = x.pointer + (chunk.batch * x.strides[0] + chunk.head * x.strides[2])
+    return tl.load(X + chunk.rows.to(tl.int64) * x.strides[1], mask=chunk.inside, other=0)
+
+
+@triton.jit
 def load_decay(log, chunk, DOT: tl.constexpr):
     """D (C,) in float64, log decay summed from the chunk's first token to each row; and its last value."""
-    LOG = log.pointer + (chunk.batch * log.strides[0] + chunk.head * log.strides[2])
-    a = tl.load(LOG + chunk.rows.to(tl.int64) * log.strides[1], mask=chunk.inside, other=0).to(tl.float64)
-    if DOT == "bf16":
-        a = tl.where(a < -111.0, -111.0, a)  # 2^-160 is 0 in float32, and this keeps D small
+    a = load_per_token(log, chunk).to(tl.float64)
+    least: tl.constexpr = (
+        -111.0 if DOT == "bf16" else MIN_LOG_DECAY
+    )  # 2^-160 is 0 in float32, and this keeps D small
+    a = tl.where(a < least, least, a)
     return tl.cumsum(a, 0), tl.sum(a, 0)
 
 

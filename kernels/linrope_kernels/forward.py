@@ -42,6 +42,7 @@ from linrope_kernels.memory import (
     load_rotation,
     load_states,
     load_values,
+    load_write,
     mask_features,
     places_of,
     program_of,
@@ -71,10 +72,12 @@ from linrope_kernels.transition import segment_states
 
 @triton.jit
 def load_keys(
-    k, tokens, keys, row_mask, rotation, w0, decay,
+    k, tokens, keys, row_mask, rotation, w0, decay, write,
     MAP: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """psi in float32, and as operands psi^ = R psi and psi^ e^(D_end - D), which the state takes up.
+    """psi in float32, and as operands psi^ = R psi and w psi^ e^(D_end - D), which the state takes up.
+
+    write multiplies psi^ and the scores, so that the values go straight to the matrix unit.
 
     row_mask: the keys whose psi is not 0; None: all. rotation: the queries', which keys without a table of their own
     share.
@@ -84,8 +87,9 @@ def load_keys(
     psi = feature_map(load_features(k, keys, w0, PAIRS), MAP)
     psi = mask_features(psi, row_mask, w0, PAIRS)
     psi_hat = rotate(psi, rotation, PAIRS.P)
-    psi_to_end = operand(psi_hat if decay is None else psi_hat * decay.to_end, DOT)
-    return psi, operand(psi_hat, DOT), psi_to_end
+    psi_to_end = psi_hat if decay is None else psi_hat * decay.to_end
+    psi_to_end = psi_to_end if write is None else psi_to_end * write[:, None]
+    return psi, operand(psi_hat, DOT), operand(psi_to_end, DOT)
 
 
 @triton.jit(do_not_specialize=["n", "h", "segments", "length"])
@@ -125,13 +129,14 @@ def scan_fwd_kernel(
         psi, psi_hat, psi_to_end, phi_hat = (), (), (), ()
         if CAUSAL:
             visible, sums = seen(tokens.mask, keys, n), ()
+            write = load_write(tokens.write, visible)
             # Keys after the last token have no values and no query sees them, so that only the last z needs the mask.
             masked: tl.constexpr = tokens.mask is not None or end[1] is not None or is_raw(MAP, P)
             row_mask = visible.inside if masked else None
             for w in tl.static_range(WP):
                 rotation = load_rotation(tokens.table, keys, w * W, PAIRS)
                 psi_w, hat, to_end = load_keys(
-                    k, tokens, keys, row_mask, rotation, w * W, decay, MAP, DOT, PAIRS
+                    k, tokens, keys, row_mask, rotation, w * W, decay, write, MAP, DOT, PAIRS
                 )
                 psi_w, z_w = carry_z(psi_w, z[w], tl.arange(0, C) == 0, decay)
                 psi, sums = psi + (operand(psi_w, DOT),), sums + (z_w,)
@@ -155,6 +160,8 @@ def scan_fwd_kernel(
             if decay is not None:  # a tile for both products
                 tile = decay_tile(decay.D, DOT, False)
                 scores, den_scores = scores * tile, den_scores * tile
+            if write is not None:
+                scores = scores * write[None, :]
             scores = operand(tl.where(not_future(C, False), scores, 0.0), DOT)
         if NORMALIZE:
             if CAUSAL:

@@ -1,4 +1,4 @@
-"""The backward pass: starts its kernels, and sums the terms they store into the gradient of log decay."""
+"""The backward pass: starts its kernels."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,14 +23,10 @@ from linrope_kernels.launch import (
     scans_states,
     tokens_of,
 )
+from linrope_kernels.log_decay import d_log_decay
 from linrope_kernels.memory import rows_of
-from linrope_kernels.segments import Segments, sums_between
+from linrope_kernels.segments import Segments
 from linrope_kernels.transition import Queries, segment_states
-
-# Every ANCHOR tokens the gradient of log decay is computed from the state and its gradient. In between it is
-# a running sum, so a rounding error reaches at most ANCHOR tokens. A shorter distance is more exact, but each
-# anchor writes and reads two states.
-ANCHOR = 128
 
 
 class Gradients(NamedTuple):
@@ -38,12 +34,13 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     start: State | None  # gradient of the first state, if there was one
-    log_decay: Tensor | None  # (b, m, g), float64
+    log_decay: Tensor | None  # (b, m, g)
+    write: Tensor | None  # (b, m, g), float32
     angles: Tensor | None  # (b, m, g, P), float64: each token's <J phi, R^T dphi^> + <J psi, R^T dpsi^>
 
 
-def new_terms(call: Any, x: Tensor, kernel: str, segments: Segments) -> Terms:
-    """Empty terms of x's tokens and heads, for the gradients that the call has."""
+def new_terms(call: Any, x: Tensor, kernel: str, segments: Segments, writes: str = "") -> Terms:
+    """Empty terms of x's tokens and heads, for the gradients that the call has; writes: the kernel that has dv."""
 
     def new(size: int) -> Tensor:
         return new_like(x, segments, *x.shape[:3], size, dtype=torch.float32)
@@ -51,6 +48,7 @@ def new_terms(call: Any, x: Tensor, kernel: str, segments: Segments) -> Terms:
     return Terms(
         None if call.log_decay is None else new(blocks_of(call, kernel)[0]),
         None if call.angle_steps is None else new(call.pairs),
+        None if call.write is None or not writes else new(blocks_of(call, writes)[1]),
     )
 
 
@@ -95,7 +93,7 @@ def state_bwd(call: Any, phases: Phases | None, start: State | None, d_end: Stat
     call = replace(call, normalize=False, causal=True)
     _, table = make_tables(call, phases)
     queries, segments = Queries(call.k, call.v, None, None, 0), cut(call, call.k.shape[1])
-    return _key_gradients(call, queries, segments, (table, table), Terms(None, None), start, d_end)
+    return _key_gradients(call, queries, segments, (table, table), Terms(None, None, None), start, d_end)
 
 
 def _key_gradients(
@@ -109,7 +107,7 @@ def _key_gradients(
     (b, m, g, _), (table, key_table) = call.k.shape, tables
     segments = query_segments if queries.q.shape[1] == m else cut(call, m)
     dk, dv = new_like(call.k, segments), new_like(call.v, segments)
-    terms_k = new_terms(call, call.k, "dkv" if merged(call) else "dk", segments)
+    terms_k = new_terms(call, call.k, *(("dkv", segments, "dkv") if merged(call) else ("dk", segments, "dv")))
     d_start = new_state(call, start) if start is not None or not call.causal else None
     after = d_end
     if scans_states(query_segments) or not call.causal:
@@ -130,57 +128,14 @@ def _key_gradients(
         )  # fmt: skip
     d_log = None
     if terms_k.log is not None:
-        terms = _per_key_head(terms_k.log, g).sum(3)
-        if terms_q.log is not None:
-            terms = terms - _per_key_head(terms_q.log, g).sum(3)
-        segments = cut(call, m, ANCHOR)
-        after = new_states(call, segments.number)
-        segment_states(call, segments, table, d_end, after, None, queries)
-        d_log = _d_log_decay(call, segments, terms, key_table, start, d_start, after, d_end)
+        d_log = d_log_decay(call, terms_q, terms_k, (table, key_table), start, d_end, queries)
+    d_write = None
+    if terms_k.write is not None:  # a sum of one number would be a launch
+        d_write = terms_k.write[..., 0] if terms_k.write.shape[3] == 1 else terms_k.write.sum(3)
     d_angles = None if terms_k.angles is None else _per_key_head(terms_k.angles, g)
     if d_angles is not None and terms_q.angles is not None:
         d_angles = d_angles + _per_key_head(terms_q.angles, g)
-    return Gradients(None, dk, dv, d_start if start is not None else None, d_log, d_angles)
-
-
-def _d_log_decay(
-    call: Any, segments: Segments, terms: Tensor, key_table: Tensor | None,
-    start: State | None, d_start: State | None, gradients_after: State, d_end: State | None,
-) -> Tensor:  # fmt: skip
-    """The gradient of log decay a at token t of a segment that begins at token s:
-
-        da_t = <S, dS> + <z, dz> before token s + sum_(s <= i < t) (<psi_i, dpsi_i> - <phi_i, dphi_i>)
-
-    Summed over the whole segment, the right-hand side is <S, dS> + <z, dz> after the segment. The difference
-    that rounding leaves is divided evenly among the segment's tokens, which halves the error of their sum.
-
-    terms (b, m, g): the terms of the sum. gradients_after: the state's gradient, dS and dz, after each segment.
-    """
-    b, _, g, _ = call.k.shape
-    states_before, end = new_states(call, segments.number), None if d_end is None else new_state(call, None)
-    segment_states(call, segments, key_table, start, states_before, end)
-    first, last = _inner_product(call, start, d_start), _inner_product(call, end, d_end)
-    between = terms.new_zeros(b * g, segments.number - 1)
-    for x, dx in zip(states_before, gradients_after):
-        between += x[:, 1:].mul_(dx[:, :-1]).flatten(2).sum(2, dtype=torch.float64)
-    between = between.view(b, g, segments.number - 1).transpose(1, 2)
-    lows, highs = (terms.new_zeros(b, segments.number, g) for _ in range(2))
-    lows[:, 1:], highs[:, :-1] = between, between
-    if segments.spans is None or segments.first_spans is None:
-        lows[:, 0], highs[:, -1] = first, last
-    else:
-        owner, number = segments.spans[:, 2].long(), torch.arange(segments.number, device=terms.device)
-        lows = torch.where((number == segments.first_spans[owner])[:, None], first[owner], lows)
-        highs = torch.where((number + 1 == segments.first_spans[owner + 1])[:, None], last[owner], highs)
-    return sums_between(terms, segments, lows, highs)
-
-
-def _inner_product(call: Any, x: State | None, dx: State | None) -> Tensor:
-    """<S, dS> + <z, dz> of each sequence, (sequences, g) float64; None: 0."""
-    total: Tensor = call.k.new_zeros(call.sequences, call.k.shape[2], dtype=torch.float64)
-    for part, d_part in zip(x or (), dx or ()):
-        total += (part.double() * d_part).flatten(2).sum(2)
-    return total
+    return Gradients(None, dk, dv, d_start if start is not None else None, d_log, d_write, d_angles)
 
 
 def _saved_tables(call: Any, phases: Phases | None, saved: list[Tensor]) -> tuple[Tables, list[Tensor]]:

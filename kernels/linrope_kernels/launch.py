@@ -104,6 +104,7 @@ def tokens_of(call: Any, table: Tensor | None, key_table: Tensor | None, segment
         table=broadcast_rows(table, 2),
         key_table=None if key_table is None or key_table is table else broadcast_rows(key_table, 2),
         log=broadcast_rows(call.log_decay, 3),
+        write=broadcast_rows(call.write, 3),
         spans=segments.spans,
     )
 

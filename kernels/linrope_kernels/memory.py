@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linrope_kernels.decay import load_per_token
 from linrope_kernels.pieces import members, side_by_side
 
 
@@ -39,6 +40,7 @@ class Tokens(NamedTuple):
     table: Rows  # (1 or b, 1 or g, n, 2 P), with its first two strides: cos and sin of the queries' angles
     key_table: Rows | None  # the same for keys; None: table is for the keys too
     log: Rows  # (b or 1, m, g or 1) float32 or float64: log decay; None: no decay
+    write: Rows  # (b or 1, m, g or 1): the factors of the values; None: 1
     spans: Any  # (s, 3) int32: each segment's first token, last + 1, packed sequence; None: not packed
 
 
@@ -195,6 +197,15 @@ def load_values(x, chunk, e, E: tl.constexpr, BE: tl.constexpr):
     if E % BE != 0:
         mask = mask & (e < E)[None, :]
     return tl.load(row_pointers(x, chunk) + e[None, :].to(tl.int64) * x.strides[3], mask=mask, other=0)
+
+
+@triton.jit
+def load_write(write, chunk):
+    """w (C,) in float32, the factors of the values that the tokens write; None: all are 1."""
+    if write.pointer is None:
+        return None
+    else:
+        return load_per_token(write, chunk).to(tl.float32)
 
 
 @triton.jit

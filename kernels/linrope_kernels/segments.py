@@ -61,30 +61,6 @@ def _sums_before(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(sums, (1, 0)).movedim(-1, 1)
 
 
-def sums_between(x: Tensor, segments: Segments, low: Tensor, high: Tensor) -> Tensor:
-    """Exclusive running sums of x (b, n, g) within each segment, which start at low and end at high.
-
-    low and high (b, segments, g) are the sums before a segment's first token and after its last one. The
-    difference between high and low + the sum of x is divided evenly among the tokens. Tokens outside all
-    packed sequences get 0.
-    """
-    n = x.shape[1]
-    tokens = torch.arange(n, device=x.device)
-    if segments.spans is None:
-        owner = tokens // segments.length
-        first, end = owner * segments.length, ((owner + 1) * segments.length).clamp(max=n)
-    else:
-        ends = segments.spans[:, 1].cummax(0).values
-        owner = torch.searchsorted(ends, tokens.int(), right=True).clamp_(max=segments.number - 1)
-        first, end = segments.spans[owner, 0].long(), segments.spans[owner, 1].long()
-    inside = (first <= tokens) & (tokens < end)
-    sums = RunningSums(x, packed=segments.spans is not None)
-    missing = high[:, owner] - low[:, owner] - sums.between(first, end)
-    fraction = (tokens - first) / (end - first)
-    running = low[:, owner] + sums.between(first, slice(n)) + fraction[:, None] * missing
-    return torch.where(inside[:, None], running, 0)
-
-
 def _owner(bounds: Tensor, x: Tensor) -> Tensor:
     """The index of the interval bounds[i] .. bounds[i + 1] that each x lies in; the last one has no end."""
     return torch.searchsorted(bounds[1:], x, right=True).clamp_(max=len(bounds) - 2)

@@ -17,6 +17,7 @@ from linrope_kernels.memory import (
     load_features,
     load_state,
     load_values,
+    load_write,
     load_z,
     mask_features,
     rows_of,
@@ -48,7 +49,7 @@ def step_fwd_kernel(
     theta,  # (axes, 1 or g, P) int64, 2^-64 turns per position, and its number of heads; None: phases
     positions, key_positions,  # (1 or b, 1) int64, with axes (1 or b, 1, axes), and the stride of its rows
     phases, key_phases,  # Rows (b or 1, 1, g or 1, P) int64, in 2^-64 turns
-    log,  # Rows (b or 1, 1, g or 1) float32 or float64: log decay
+    log, write,  # Rows (b or 1, 1, g or 1): log decay, float32 or float64, and the factors of the values
     SLOTS,  # (b,) int64: each sequence's row in a pool of states; None: sequence i has row i
     start,  # (rows g, f, e) float32, (rows g, f) float64; None: 0
     end,  # the new state; may be start if parts == 1; None: not wanted
@@ -58,7 +59,7 @@ def step_fwd_kernel(
     MAP: tl.constexpr, INTERLEAVED: tl.constexpr, ADD: tl.constexpr, NORMALIZE: tl.constexpr,
     W: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """S = e^a S + R psi v^T, z = e^a z + psi; out = (R phi)^T S / phi . z; ``parts`` programs per (b g)."""
+    """S = e^a S + w R psi v^T, z = e^a z + psi; out = (R phi)^T S / phi . z; ``parts`` programs per (b g)."""
     PAIRS: tl.constexpr = Pairs(F, P, INTERLEAVED, W)
     part = tl.program_id(0) % parts
     bg = tl.program_id(0) // parts
@@ -83,7 +84,8 @@ def step_fwd_kernel(
     f = feature_offsets(0, PAIRS)
     keys = Chunk(batch, kv_head.to(tl.int64), row, unmasked)
     psi = mask_features(feature_map(load_features(k, keys, 0, PAIRS), MAP), unmasked, 0, PAIRS)
-    psi_hat = rotate(psi, key_rotation, P)
+    psi_hat, factors = rotate(psi, key_rotation, P), load_write(write, keys)
+    psi_hat = psi_hat if factors is None else psi_hat * factors[:, None]
     z = load_z(start, state_index, f, F)
     if log.pointer is not None:
         z = z * tl.exp(a)
@@ -133,7 +135,8 @@ def step_fwd(
     launch(
         call, step_fwd_kernel, name, b * g * parts,
         rows_of(call.q), rows_of(call.k), rows_of(call.v), mask, (theta, heads), *places,
-        broadcast_rows(of_queries, 4), broadcast_rows(of_keys, 4), broadcast_rows(call.log_decay, 3), slots,
+        broadcast_rows(of_queries, 4), broadcast_rows(of_keys, 4), broadcast_rows(call.log_decay, 3),
+        broadcast_rows(call.write, 3), slots,
         start or NO_STATE, end or NO_STATE, rows_of(out), g, call.group, parts, call.eps, AXES=axes,
     )  # fmt: skip
     return out

@@ -20,6 +20,7 @@ from linrope_kernels.memory import (
     load_features,
     load_rotation,
     load_values,
+    load_write,
     mask_features,
     program_of,
     rows_of,
@@ -49,7 +50,7 @@ def states_kernel(
     NORMALIZE: tl.constexpr, REVERSE: tl.constexpr,
     DOT: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The state of each segment alone: S = sum R psi v^T, z = sum psi; one program per (b g, segment, block).
+    """The state of each segment alone: S = sum R psi (w v)^T, z = sum psi; one program per (b g, segment, block).
 
     REVERSE: their gradients, T = sum R phi dout^T / den and dz = sum delta phi / den over all query heads.
 
@@ -71,6 +72,7 @@ def states_kernel(
         inside = rows < end
         chunk = Chunk(batch, kv_head.to(tl.int64), rows, inside)
         visible = seen(tokens.mask, chunk, m)
+        write = load_write(tokens.write, visible)
         rotation = load_rotation(tokens.table, chunk, 0, PAIRS)
         if tokens.log.pointer is not None:
             D, D_end = load_decay(tokens.log, chunk, DOT)
@@ -88,6 +90,8 @@ def states_kernel(
             if REVERSE and NORMALIZE:
                 phi *= (1 / divisor(tl.load(DEN + token, mask=inside, other=1), eps, ADD))[:, None]
             phi_hat = rotate(phi, rotation, P)
+            if not REVERSE and write is not None:
+                phi_hat = phi_hat * write[:, None]
             if REVERSE and NORMALIZE:
                 phi = phi * tl.load(DELTA + token, mask=inside, other=0)[:, None]
             s = dot(tl.trans(operand(values, DOT)), operand(phi_hat, DOT), s, DOT)
@@ -154,6 +158,22 @@ class Queries(NamedTuple):
     group: int  # query heads per key/value head; 0: there are none, and q and d_out are not read
 
 
+def own_states(
+    call: Any, segments: Segments, table: Tensor | None, states: State, totals: Tensor | None,
+    queries: Queries | None = None,
+) -> None:  # fmt: skip
+    """Computes the state of each segment alone, and its log decay if wanted; for queries the state's gradient."""
+    tokens = tokens_of(call, table, None, segments)
+    x, y, den, delta, group = queries or Queries(call.k, call.v, None, None, call.group)
+    if queries is not None:
+        tokens = tokens._replace(mask=None)
+    launch(
+        call, states_kernel, "states", call.k.shape[0] * call.k.shape[2] * segments.number,
+        rows_of(x), rows_of(y), tokens, den, delta, states, totals, x.shape[1], call.k.shape[2], group,
+        segments.number, segments.length, call.eps, REVERSE=queries is not None,
+    )  # fmt: skip
+
+
 def segment_states(
     call: Any, segments: Segments, table: Tensor | None, start: State | None, states: State | None,
     end: State | None, queries: Queries | None = None,
@@ -162,23 +182,15 @@ def segment_states(
 
     start: the first state, or None. states, end: where the results go, or None if not wanted.
     """
-    tokens = tokens_of(call, table, None, segments)
-    x, y, den, delta, group = queries or Queries(call.k, call.v, None, None, call.group)
-    if queries is not None:
-        tokens = tokens._replace(mask=None)
-    length, g = x.shape[1], call.k.shape[2]
+    g = call.k.shape[2]
     # A single segment with no state before it: its own state is the last one, and needs no prefix.
     single = states is None and start is None and not scans_states(segments)
     states = (end if single else states) or new_states(call, segments.number)
     totals = None
-    if tokens.log.pointer is not None:
+    if call.log_decay is not None:
         rows = states[0].shape[0] * (g if single else 1)
         totals = states[0].new_empty(rows, segments.number, dtype=torch.float64)
-    launch(
-        call, states_kernel, "states", call.k.shape[0] * g * segments.number,
-        rows_of(x), rows_of(y), tokens, den, delta, states, totals,
-        length, g, group, segments.number, segments.length, call.eps, REVERSE=queries is not None,
-    )  # fmt: skip
+    own_states(call, segments, table, states, totals, queries)
     f, e = call.k.shape[3], call.v.shape[3]
     if not single:
         start_kernel(

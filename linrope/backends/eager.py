@@ -38,7 +38,7 @@ from linrope.recurrence.transition import Transition, gradients_around
 from linrope.rotation.angles import rotate, sums_of_units, units_to_features
 
 MAPS, OPTIONS = ELEMENTWISE, COMMON | XPOS | {"erase"}
-TAKES_VALUE_GROUPS = False
+TAKES_VALUE_GROUPS = CLAMPS_GATES = False
 # Elements of k in one pass. A larger call runs a few heads at a time, which bounds the memory.
 MAX_K_PER_PASS = 2**20
 

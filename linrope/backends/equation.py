@@ -31,7 +31,8 @@ from linrope.recurrence.packing import sums_so_far
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.angles import rotate, units_to_features
 
-MAPS, OPTIONS, TAKES_VALUE_GROUPS = ELEMENTWISE, COMMON | XPOS | {"erase"}, False
+MAPS, OPTIONS = ELEMENTWISE, COMMON | XPOS | {"erase"}
+TAKES_VALUE_GROUPS = CLAMPS_GATES = False
 
 
 def why_not() -> str | None:

@@ -36,7 +36,7 @@ from linrope.recurrence.state import LinearAttentionState
 MAX_DIM = 256
 LIBRARY = Path(__file__).parents[1] / "lib" / "liblinrope_native.so"
 WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
-OPTIONS, TAKES_VALUE_GROUPS = COMMON | {"erase", "unit"}, True
+OPTIONS, TAKES_VALUE_GROUPS, CLAMPS_GATES = COMMON | {"erase", "unit"}, True, False
 # The numbers of kernels/cpu/call.h
 BLOCK = 256
 MAPS = {"identity": 0, "elu+1": 1, "relu": 2, "relu2": 3, "exp": 4, "silu": 5}

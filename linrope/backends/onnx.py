@@ -21,7 +21,7 @@ from linrope.recurrence.call import Call, Sums
 from linrope.recurrence.state import LinearAttentionState
 
 MAPS, OPTIONS = equation.MAPS, COMMON | XPOS | {"erase"}
-TAKES_VALUE_GROUPS = False
+TAKES_VALUE_GROUPS = CLAMPS_GATES = False
 DOMAIN = "com.microsoft"
 LEAST_BETA = 2.0**-60  # in place of smaller ones: values are divided by beta
 _EXPORT_ONLY = "it makes nodes of a graph, which PyTorch cannot compute: use it under torch.onnx.export"

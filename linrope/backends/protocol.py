@@ -42,6 +42,10 @@ class Backend(Protocol):
     def TAKES_VALUE_GROUPS(self) -> bool:
         """True: the backend takes v with more heads than q and k, and ``write``. False: it gets ``call.expanded()``."""
 
+    @property
+    def CLAMPS_GATES(self) -> bool:
+        """True: log_decay may be below MIN_LOG_DECAY, and counts as that. False: the backend never gets such gates."""
+
     def why_not(self) -> str | None:
         """The reason why the backend cannot run on this machine; None: it can."""
 

@@ -30,7 +30,8 @@ from linrope.recurrence.packing import owners
 from linrope.recurrence.state import LinearAttentionState
 
 OPTIONS = COMMON
-TAKES_VALUE_GROUPS = True  # attend expands the call itself, because the kernels need products in v's dtype
+TAKES_VALUE_GROUPS = True  # attend repeats the heads of q and k
+CLAMPS_GATES = True
 MAPS = dict.fromkeys(("elu+1", "relu", "relu2", "exp", "silu", "identity"))  # those of linrope_kernels.pieces
 MAX_DIM = 256
 MIN_CAPABILITY = (8, 0)
@@ -76,7 +77,7 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
 
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
-    call = call.expanded(round_values=True)  # the kernels multiply half-precision values as they are
+    call = call.expanded(written=False)
     step = call.causal and call.q is not None and call.k.shape[1] == 1 and call.cu_seqlens is None
     if step and not needs_gradients(call, state) and not traced(call.k):
         return _step(call, state)
@@ -150,21 +151,22 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
             d = state_bwd(call, _phases(call, angle), start, g_end)
         else:
             d = attend_bwd(call, _phases(call, angle), start, saved, out, g_out, g_end)
-    d_log_decay = None
-    if call.log_decay is not None and d.log_decay is not None:
-        d_log_decay = summed_to(d.log_decay, call.log_decay)
     d_kv, d_z = d.start or (None, None)
     return Gradients(
         q=d.q,
         k=d.k,
         v=d.v,
-        log_decay=d_log_decay,
+        log_decay=_summed_to(d.log_decay, call.log_decay),
         angle_steps=_d_angle_steps(call, d.angles),
-        write=None,
+        write=_summed_to(d.write, call.write),
         erase=None,
         kv=d_kv,
         z=d_z,
     )
+
+
+def _summed_to(x: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return None if x is None or like is None else summed_to(x, like)
 
 
 def _d_angle_steps(call: Call, d_angles: Tensor | None) -> Tensor | None:

@@ -104,10 +104,10 @@ class LinearRoPEAttention(Mixer):
                     x_dim, g, units, gate.longest, rank, gate.bound, **factory
                 )
             else:
-                self.forget_gate = ForgetGate(x_dim, g, gate.longest, **factory)
-            if config.write_gate is not None:
                 tied = config.write_gate == "tied"
-                self.write_gate = WriteGate(x_dim, g, gate.longest, tied=tied, **factory)
+                self.forget_gate = ForgetGate(x_dim, g, gate.longest, writes=tied, **factory)
+            if config.write_gate == "independent":
+                self.write_gate = WriteGate(x_dim, g, gate.longest, **factory)
         self.erase_gate = None
         if config.erase_gate is not None:
             tied, largest = config.tied_erase_gate, config.erase_gate.largest
@@ -197,7 +197,9 @@ class LinearRoPEAttention(Mixer):
             "g_proj",
         )
         names = {"q_norm": "qk_norm", "q_bias": "qk_bias", "g_proj": "gate"}
-        text += "".join(f", {names.get(name, name)}" for name in parts if getattr(self, name) is not None)
+        there = {name: getattr(self, name) is not None for name in parts}
+        there["write_gate"] = self.config.write_gate is not None  # a tied one has no module
+        text += "".join(f", {names.get(name, name)}" for name in parts if there[name])
         text += "" if self.normalize else ", normalize=False"
         text += "" if self.rope_order == "after" else ", rope_order=before"
         return text + ("" if self.causal else ", causal=False")
@@ -257,7 +259,9 @@ class LinearRoPEAttention(Mixer):
             (q, k, v), conv = self._convolve(projected, key_mask, cu_seqlens, before, shard, want_last)
         k, v = self._keys(k), self._values(v)
         log_decay = None if self.forget_gate is None else self.forget_gate(x)
-        write = None if self.write_gate is None else self.write_gate(x, log_decay)
+        write = None if self.write_gate is None else self.write_gate(x)
+        if self.config.write_gate == "tied":
+            log_decay, write = log_decay
         erase = None if self.erase_gate is None else self.erase_gate(x)
         norm_suffices = self._out_norm_replaces_normalizer and v.dtype != torch.float16
         options: Options = {

@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 from linrope.common.precision import full_precision
 from linrope.layer.options import LONGEST
-from linrope.layer.selective import log_sigmoid, spread
+from linrope.layer.selective import spread
+from linrope.ops.gates import log_sigmoid
 
 
 class FeatureForgetGate(nn.Module):

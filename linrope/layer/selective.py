@@ -1,6 +1,7 @@
 """Modules that compute a layer's decay and rotation from its input, and the decays that they start from."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from linrope.common.argument_checks import check_name
 from linrope.common.constants import Constant
 from linrope.common.precision import full_precision
 from linrope.layer.options import LONGEST, check_longest
+from linrope.ops import forget_and_write_gates, gates
 from linrope.rotation.rotary import Rotary
 
 BOUNDS = ("multiply", "add")
@@ -33,47 +35,23 @@ def spread(heads: int, longest: float = LONGEST) -> Tensor:
     return 2.0 ** -(longest**-exponent)
 
 
-def _float64_for_onnx(x: Tensor) -> Tensor:
-    """Widens x while a model is exported to ONNX.
-
-    ONNX has neither logsigmoid nor expm1. The exporter writes log(1 / (1 + e^-x)) and e^x - 1, which in float32 would
-    lose digits.
-    """
-    return x.double() if torch.onnx.is_in_onnx_export() else x
-
-
-def log_sigmoid(y: Tensor) -> Tensor:
-    """log sigmoid(y), in a form that ONNX and a single token take well."""
-    if torch.onnx.is_in_onnx_export():
-        return F.logsigmoid(_float64_for_onnx(y)).to(y.dtype)
-    return F.softplus(y, beta=-1, threshold=40)  # F.logsigmoid wakes PyTorch's threads even for one token
-
-
-def _one_minus_exp(x: Tensor) -> Tensor:
-    """1 - e^x of x <= 0, to the last digits of a small result and of a small slope."""
-    if torch.onnx.is_in_onnx_export() or not torch.compiler.is_compiling():
-        return -torch.expm1(_float64_for_onnx(x)).to(x.dtype)
-    # PyTorch's compiler, up to 2.13, writes expm1(x) as e^x - 1 on CPUs. The clamp keeps sinh finite; float64 keeps the
-    # slope e^x, the difference of two numbers near 1/2, and rounds as eager code does.
-    half = x.double().clamp(min=-80) / 2
-    return (-2 * half.sinh() * half.exp()).to(x.dtype)
-
-
 class ForgetGate(nn.Module):
-    """Computes from each token the fraction of the past that each head keeps when that token arrives.
+    """Computes from each token the fraction f of the past that each head keeps when that token arrives.
 
-        log_decay = log sigmoid(W x + b)
+        log_decay = log f = log sigmoid(W x + b)        w = 1 - f
 
-    It maps x (b, n, embed_dim) to log_decay (b, n, num_heads) <= 0. The result is float32 or wider whatever the
-    dtypes of x and the weights, because half precision has few numbers near 1. b starts from ``spread``, and W
-    starts small.
+    It maps x (b, n, embed_dim) to log_decay (b, n, num_heads) <= 0 or, with ``writes``, to log_decay and w. The results
+    are float32 or wider whatever the dtypes of x and the weights, because half precision has few numbers near 1. b
+    starts from ``spread``, and W starts small.
 
     Args:
         embed_dim: size of x.
         num_heads: g.
         longest: half-life of the slowest head at the start, in tokens. With 1, all heads start at a decay of 1/2.
+        writes: whether a tied write gate w is wanted, the argument ``write`` of ``linear_rope_attention``.
 
-    Source: the gate per head of Mamba-2 (arXiv 2405.21060) and GLA (arXiv 2312.06635), with other initial values.
+    Source: the gate per head of Mamba-2 (arXiv 2405.21060) and GLA (arXiv 2312.06635), with other initial values; the
+    tied gates of the minimal GRU (arXiv 1603.09420) and of HGRN (arXiv 2311.04823).
 
     >>> from linrope.layer.selective import ForgetGate
     >>> ForgetGate(16, 2, longest=100)(torch.zeros(1, 1, 16)).exp()  # half-lives 1 and 100
@@ -86,11 +64,12 @@ class ForgetGate(nn.Module):
         num_heads: int,
         longest: float = LONGEST,
         *,
+        writes: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.longest = longest
+        self.longest, self.writes = longest, writes
         self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         self.reset_parameters()
@@ -100,71 +79,13 @@ class ForgetGate(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
         self.bias.copy_(spread(len(self.bias), self.longest).logit())
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        with full_precision(x.device):
-            return log_sigmoid(F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)))
+    def forward(self, x: Tensor) -> Any:
+        compute = forget_and_write_gates if self.writes else gates
+        return compute(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}, longest={self.longest}"
-
-
-class WriteGate(nn.Module):
-    """Computes from each token how much of its value each head writes into the state.
-
-        w = 1 - f  (tied to the forget gate f)   or   w = sigmoid(W x + b)  (independent)
-
-    It maps x (b, n, embed_dim) and log f (b, n, num_heads) to w (b, n, num_heads) in float32 or wider. The result
-    is the argument ``write`` of ``linear_rope_attention``. b starts such that an
-    independent gate begins like a tied one, and W starts small.
-
-    Args:
-        embed_dim: size of x.
-        num_heads: g.
-        longest: as in the ForgetGate.
-        tied: whether w is 1 - f. The gate then has no weights of its own.
-
-    Source: the tied gates of the minimal GRU (arXiv 1603.09420) and of HGRN (arXiv 2311.04823).
-
-    >>> from linrope.layer.selective import WriteGate
-    >>> x, log_decay = torch.zeros(1, 1, 16), torch.tensor([[[-0.1, -3.0]]])
-    >>> WriteGate(16, 2, tied=True)(x, log_decay)
-    tensor([[[0.0952, 0.9502]]])
-    """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        longest: float = LONGEST,
-        *,
-        tied: bool,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.longest, self.tied = longest, tied
-        self.weight = self.bias = None
-        if not tied:
-            self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, device=device, dtype=dtype))
-            self.bias = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
-            self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        if self.weight is not None and self.bias is not None:
-            nn.init.normal_(self.weight, std=0.02)
-            self.bias.copy_(-spread(len(self.bias), self.longest).logit())
-
-    def forward(self, x: Tensor, log_decay: Tensor) -> Tensor:
-        if self.weight is None or self.bias is None:
-            return _one_minus_exp(log_decay.to(torch.promote_types(log_decay.dtype, torch.float32)))
-        wide = torch.promote_types(x.dtype, torch.float32)
-        with full_precision(x.device):
-            return F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
-
-    def extra_repr(self) -> str:
-        return "tied" if self.weight is None else f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}"
+        text = f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}, longest={self.longest}"
+        return f"{text}, writes=True" if self.writes else text
 
 
 class SigmoidGate(nn.Module):
@@ -199,12 +120,42 @@ class SigmoidGate(nn.Module):
         nn.init.constant_(self.bias, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        with full_precision(x.device):
-            return F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
+        return gates(x, self.weight, self.bias, activation="sigmoid")
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}"
+
+
+class WriteGate(SigmoidGate):
+    """Computes from each token how much of its value each head writes into the state: w = sigmoid(W x + b).
+
+    It maps x (b, n, embed_dim) to w (b, n, num_heads) in float32 or wider, the argument ``write`` of
+    ``linear_rope_attention``. W starts small, and b such that the gate begins like one tied to a ``ForgetGate``.
+
+    Args:
+        embed_dim: size of x.
+        num_heads: g.
+        longest: as in the ForgetGate.
+
+    Source: the input gates of the LSTM and of xLSTM (arXiv 2405.04517), with other initial values.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        longest: float = LONGEST,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.longest = longest
+        super().__init__(embed_dim, num_heads, device=device, dtype=dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.bias.copy_(-spread(len(self.bias), self.longest).logit())
 
 
 class EraseGate(SigmoidGate):

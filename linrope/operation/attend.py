@@ -96,7 +96,9 @@ def _attend(
     """Any call: q and k become features, a backend computes out and the sums, and these the next state."""
     features = map_features(call, plan, tokens)
     k, state, stabilized = features.k, call.state, None
-    log_decay = log_decay_of_tokens(call.decay, call.log_decay, call.key_mask, tokens, k.shape[1])
+    # The first call of a plan does not know its backend yet.
+    clamps = features.k_scale is not None or plan.backend is None or not plan.backend.CLAMPS_GATES
+    log_decay = log_decay_of_tokens(call.decay, call.log_decay, call.key_mask, tokens, k.shape[1], clamps)
     angle_steps = steps_of_tokens(call.angle_steps, call.key_mask, state, tokens)
     if features.k_scale is not None:
         stabilized = stabilize(call, tokens, k, features.k_scale, log_decay, features.elementwise == "exp")

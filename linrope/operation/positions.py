@@ -5,7 +5,7 @@ from torch import Tensor
 
 from linrope.common.argument_checks import check_integer_tensors
 from linrope.common.constants import Constant
-from linrope.common.tracing import values_readable
+from linrope.common.tracing import plain, values_readable
 from linrope.recurrence.call import Call
 from linrope.recurrence.packing import Tokens, at_last, owners, previous, rising_bounds
 from linrope.recurrence.state import LinearAttentionState
@@ -68,7 +68,7 @@ def resolve_positions(
         raise ValueError(f"{name}: got None, expected coordinates, as the rotation has axes={axes}")
     uses_default = positions is None or (key_positions is None and m != n)
     consecutive = None
-    if start is None and bounds is None and values_readable(keys):
+    if start is None and bounds is None and plain([keys]):
         start, consecutive = _ZERO.on(keys.device), _ZERO_ROW.on(keys.device)
     elif start is None:
         start = torch.zeros(1 if bounds is None else len(bounds) - 1, dtype=torch.int64, device=keys.device)

@@ -1,6 +1,6 @@
 """What the operators ask of their arguments, and which kernels can take them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -13,7 +13,6 @@ from linrope.common.argument_checks import check_name
 from linrope.common.private_names import transformed
 from linrope.common.tracing import exporting, has_tangents
 
-BACKENDS = ("auto", "native", "triton", "eager")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -35,12 +34,17 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {expected}")
 
 
-def choose(backend: str, tensors: Iterable[Tensor | None], too_large: str | None) -> str:
+def choose(
+    backend: str,
+    tensors: Iterable[Tensor | None],
+    too_large: str | None,
+    kernels: Sequence[str] = ("native", "triton"),
+) -> str:
     """The backend that runs the call: "native" or "triton", which are kernels, or "eager", plain PyTorch.
 
     "auto" takes the kernel for the tensors' device where it can run, else eager.
 
-    too_large: the reason why the kernels cannot take these sizes; None: they can.
+    too_large: the reason why the kernels cannot take these sizes; None: they can. kernels: those that the operator has.
 
     Raises:
         ValueError: unknown name.
@@ -49,9 +53,9 @@ def choose(backend: str, tensors: Iterable[Tensor | None], too_large: str | None
     present = [x for x in tensors if x is not None]
     if backend == "auto":
         name = "native" if present[0].device.type == "cpu" else "triton"
-        runs = too_large is None and _why_not(name, present) is None and not exporting()
+        runs = name in kernels and too_large is None and _why_not(name, present) is None and not exporting()
         return name if runs else "eager"
-    check_name("backend", backend, BACKENDS)
+    check_name("backend", backend, ("auto", *kernels, "eager"))
     if backend != "eager" and (reason := _why_not(backend, present) or too_large) is not None:
         raise RuntimeError(f"backend={backend!r} cannot run: {reason}")
     return backend

@@ -131,19 +131,19 @@ class Call(Resolved, Settings, TokenLayout, Inputs):
         """Value heads per head of q and k; 1, unless v has more heads than they have."""
         return self.v.shape[2] // self.k.shape[2]
 
-    def expanded(self, *, round_values: bool = False) -> "Call":
+    def expanded(self, *, written: bool = True) -> "Call":
         """The same call, but each value head has a query and a key of its own, and values are multiplied by write.
 
-        The products are float32 or wider. With round_values they have v's dtype.
+        The products are float32 or wider. written=False: write stays as it is.
         """
-        if self.value_group == 1 and self.write is None:
+        v, write = self.v, self.write
+        if self.value_group == 1 and (write is None or not written):
             return self
-        (q, k), v = repeat_heads(self.v, self.q, self.k), self.v
-        if self.write is not None:
-            v, write = zero_hidden(v, self.key_mask), zero_hidden(self.write, self.key_mask)
-            v = v * write[..., None].to(torch.promote_types(v.dtype, torch.float32))
-            v = v.to(self.v.dtype) if round_values else v
-        return replace(self, q=q, k=k, v=v, write=None)
+        q, k = repeat_heads(v, self.q, self.k)
+        if written and write is not None:
+            v, factors = zero_hidden(v, self.key_mask), zero_hidden(write, self.key_mask)
+            v, write = v * factors[..., None].to(torch.promote_types(v.dtype, torch.float32)), None
+        return replace(self, q=q, k=k, v=v, write=write)
 
     def by_heads(self, size: int) -> "list[Call]":
         """The call, cut into calls of ``size`` heads of k each; the last may have fewer."""

@@ -20,14 +20,20 @@ def distances(tokens: Tokens, m: int) -> Tensor:
 
 
 def log_decay_of_tokens(
-    decay: Tensor | None, log_decay: Tensor | None, key_mask: Tensor | None, tokens: Tokens, m: int
+    decay: Tensor | None,
+    log_decay: Tensor | None,
+    key_mask: Tensor | None,
+    tokens: Tokens,
+    m: int,
+    clamps: bool = True,
 ) -> Tensor | None:
     """(b or 1, m, g or 1), with units (.., units): the gates plus log(decay) times the distance.
 
-    Hidden tokens' gates are 0.
+    Hidden tokens' gates are 0. clamps: False leaves gates below MIN_LOG_DECAY to the backend.
     """
     if log_decay is not None:
-        log_decay = clamp_gates(zero_hidden(log_decay, key_mask))
+        log_decay = zero_hidden(log_decay, key_mask)
+        log_decay = clamp_gates(log_decay) if clamps else widen_gates(log_decay)
     if decay is None:
         return log_decay
     fixed = distances(tokens, m)[..., None] * decay.double().log()

@@ -29,14 +29,13 @@ class Gates(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forget, self.tied = ForgetGate(8, 5, 1e6), WriteGate(8, 5, tied=True)
-        self.write, self.share = WriteGate(8, 5, 1e6, tied=False), TrapezoidGate(8, 5)
+        self.forget, self.write = ForgetGate(8, 5, 1e6, writes=True), WriteGate(8, 5, 1e6)
+        self.share = TrapezoidGate(8, 5)
         self.steps = SelectiveSteps(8, Rotary(6), 5)
         nn.init.normal_(self.steps.up, std=1e-6)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        log_decay = self.forget(x)
-        gates = [log_decay, self.tied(x, log_decay), self.write(x, log_decay), self.share(x), self.steps(x)]
+        gates = [*self.forget(x), self.write(x), self.share(x), self.steps(x)]
         small = F.softplus(20 * x - 12)  # as in a Mamba-2 layer's step sizes
         return [*gates, small]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ Tensors = dict[str, Tensor | None]
 Call = Callable[[Tensors], Tensor]
 Run = Callable[..., Tensor]  # of inputs and the name of a backend, the argument backend
 (needs_native,) = NATIVE.marks
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 

@@ -52,7 +52,7 @@ class Problem:
         self, which: slice, wide: bool, backend: str
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
         how = {"backend": backend} | self.how
-        for name in ("log_decay", "angle_steps", "key_mask"):
+        for name in ("log_decay", "write", "angle_steps", "key_mask"):
             if name in how:
                 how[name] = how[name][:, which]
         q, k, v = (x[:, which].double() if wide else x[:, which] for x in (self.q, self.k, self.v))
@@ -86,6 +86,10 @@ def gates(p: Problem) -> dict[str, Any]:
     log = -torch.rand(b, n, g).square()
     log[:, 3::17], log[:, 7::23], log[:, 11::29] = -20, 0, -1e4
     return half(p) | {"log_decay": log, "angle_steps": torch.randn(b, n, 1, d // 2), "eps_mode": "add"}
+
+
+def write(p: Problem) -> dict[str, Any]:
+    return {"write": torch.rand(p.k.shape[:3])}
 
 
 def decay(p: Problem) -> dict[str, Any]:
@@ -142,7 +146,7 @@ CASES = {
     "plain": Case(plain, before=33, sizes=ALL),
     "gates": Case(join(gates, mask), n=100, before=20, **GROUPED, sizes=ALL),
     "packed": Case(join(packed, decay), h=4, g=2, sizes=(64, 128)),
-    "segments": Case(join(plain, mask, decay, clamped), n=230, before=33, segments=True, sizes=ALL),
+    "segments": Case(join(plain, mask, decay, write, clamped), n=230, before=33, segments=True, sizes=ALL),
     "bidirectional": Case(join(other_positions, both_ways, mask), n=100, **GROUPED, sizes=ALL),
     "bidirectional packed": Case(join(packed, both_ways), n=190, segments=True),
     "bidirectional resumed": Case(join(plain, both_ways, mask), n=230, before=33, segments=True),
@@ -154,6 +158,6 @@ CASES = {
     "axes": Case(axial),
     "state alone": Case(join(half, decay, mask), n=190, g=2, segments=True, kind="state"),
     "steps": Case(plain, b=2, n=5, h=4, g=2, kind="step", sizes=ALL),
-    "steps with gates": Case(join(gates, mask), b=2, n=5, h=4, g=2, kind="step", sizes=ALL),
+    "steps with gates": Case(join(gates, mask, write), b=2, n=5, h=4, g=2, kind="step", sizes=ALL),
     "raw steps": Case(raw, b=2, n=5, h=4, g=2, kind="step", less=(16, 24)),
 }
