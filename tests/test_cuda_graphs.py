@@ -1,4 +1,4 @@
-"""Steps in a graph do what launched steps do. There is no GPU here: tests/support/recorded.py replays the operations."""
+"""A step in a graph does what a launched step does. There is no GPU: tests/support/recorded.py replays operations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +56,11 @@ def packed(count: int) -> list[tuple[Tensor, ...]]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default block": {},
-    "gates and learned map": {"forget_gate": {"longest": 64}, "rotary": "selective", "feature_map": "hedgehog"},
+    "gates and learned map": {
+        "forget_gate": {"longest": 64},
+        "rotary": "selective",
+        "feature_map": "hedgehog",
+    },
     "delta rule": {"erase_gate": "tied"},
     "log scales": {"feature_map": "exp", "decay": "learned"},
 }
@@ -131,8 +135,16 @@ X = torch.ones(2, 3)
     [
         ((X, 1.0), TypeError, r"tensors\[1\]: got float, expected torch.Tensor"),
         ((X,), ValueError, r"tensors: got 1, expected 2, as in the first call"),
-        ((X, X.double()), TypeError, r"tensors\[1\]: got torch.float64, expected torch.float32, as in the first"),
-        ((X[:1], X), ValueError, r"tensors\[0\]: got shape \(1, 3\), expected \(2, 3\), as in the first call"),
+        (
+            (X, X.double()),
+            TypeError,
+            r"tensors\[1\]: got torch.float64, expected torch.float32, as in the first",
+        ),
+        (
+            (X[:1], X),
+            ValueError,
+            r"tensors\[0\]: got shape \(1, 3\), expected \(2, 3\), as in the first call",
+        ),
         ((X, X.to("meta")), ValueError, r"tensors\[1\]: got device meta, expected cpu"),
         ((X.clone().requires_grad_(), X), ValueError, r"tensors\[0\]: got a tensor that requires gradients"),
     ],

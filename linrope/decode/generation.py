@@ -162,7 +162,7 @@ def _sample(
     order = (logits / max(temperature, LOWEST_TEMPERATURE)).sort(-1, descending=True)
     probabilities = order.values.softmax(-1)
     if top_k is not None:
-        probabilities[:, top_k:] = 0
+        probabilities[:, top_k:].zero_()
     if top_p is not None:  # keeps a token if the likelier ones do not add up to p
         probabilities.masked_fill_(probabilities.cumsum(-1) - probabilities >= top_p, 0)
     if values_readable(probabilities) and not bool(probabilities.isfinite().all()):

@@ -35,7 +35,9 @@ def test_losses_and_gradients_are_those_of_the_documents(backend: str) -> None:
 
 
 def test_a_full_row_has_an_empty_rest() -> None:
-    row, targets, cu_seqlens = pack([torch.tensor([3, 4], dtype=torch.int32), torch.tensor([5])], tokens=3, sequences=2)
+    row, targets, cu_seqlens = pack(
+        [torch.tensor([3, 4], dtype=torch.int32), torch.tensor([5])], tokens=3, sequences=2
+    )
     assert row.tolist() == [[3, 4, 5]]
     assert targets.tolist() == [[4, -100, -100]]
     assert cu_seqlens.tolist() == [0, 2, 3, 3]

@@ -22,7 +22,11 @@ from linrope.decode import generation
 T = TypeVar("T")
 aten = torch.ops.aten
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-BY_INDEX = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}  # only masks have dynamic shapes
+BY_INDEX = {
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+}  # only masks have dynamic shapes
 FROM_HOST = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # torch.tensor(..)
 TO_HOST = ("cpu", "numpy", "tolist")  # methods that a dispatch mode does not see
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from linrope import LinearRoPEAttention
 from linrope.models.huggingface import LinRopeForCausalLM, modeling, padding
 from linrope.models.huggingface.cache_name import CACHE
-from tests.models.huggingface.tiny import KINDS, causal_lm, tokens
+from tests.models.huggingface import tiny
+from tests.models.huggingface.tiny import KINDS, tokens
 from tests.support.recorded import Recorder, replaces_cuda
 
 LINEAR = {name: options for name, options in KINDS.items() if name != "hybrid"}
@@ -17,6 +19,15 @@ LINEAR = {name: options for name, options in KINDS.items() if name != "hybrid"}
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     return replaces_cuda(monkeypatch)
+
+
+def causal_lm(**options: Any) -> LinRopeForCausalLM:
+    """With the backend whose operations the stand-in records."""
+    model = tiny.causal_lm(**options)
+    for module in model.modules():
+        if isinstance(module, LinearRoPEAttention):
+            module.backend = "eager"
+    return model
 
 
 def generate(model: LinRopeForCausalLM, ids: Tensor, **options: Any) -> Any:
@@ -36,7 +47,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_tokens_and_cache(options: dict[str, Any], padded: bool, recorders: list[Recorder]) -> None:
-    model, ids = causal_lm(backend="eager", **options), tokens(2, 9)
+    model, ids = causal_lm(**options), tokens(2, 9)
     mask = torch.ones_like(ids)
     if padded:
         ids[0, :4], mask[0, :4] = 0, 0
@@ -51,7 +62,7 @@ def test_tokens_and_cache(options: dict[str, Any], padded: bool, recorders: list
 
 
 def test_sampling_and_a_cache_that_goes_on(recorders: list[Recorder]) -> None:
-    model, sequences = causal_lm(backend="eager"), []
+    model, sequences = causal_lm(), []
     for graph in (False, True):
         torch.manual_seed(1)
         how = {"do_sample": True, "temperature": 1.5, "graph": graph}
@@ -72,7 +83,7 @@ def test_sampling_and_a_cache_that_goes_on(recorders: list[Recorder]) -> None:
     ],
 )
 def test_refusals(kind: str, options: dict[str, Any], message: str, recorders: list[Recorder]) -> None:
-    model = causal_lm(backend="eager", **KINDS[kind])
+    model = causal_lm(**KINDS[kind])
     with pytest.raises(ValueError, match=message):
         generate(model, tokens(2, 9), graph=True, **options)
 
