@@ -140,12 +140,12 @@ class GraphedStep(Generic[T]):
         else:
             for own, x in zip(self._inputs, tensors, strict=True):
                 own.copy_(x)
-        call = partial(self.function, *self._inputs)
-        if self._replay is None and self.warmup > 0:
-            self.warmup -= 1
-            return _copied(self._recorder.run(call))
         if self._replay is None:
-            self._check_autocast(self._inputs[0].device.type)
+            _check_autocast(tensors[0].device.type)
+            call = partial(self.function, *self._inputs)
+            if self.warmup > 0:
+                self.warmup -= 1
+                return _copied(self._recorder.run(call))
             self._replay = self._recorder.record(call, self.generators)
         return _copied(self._replay())
 
@@ -169,14 +169,13 @@ class GraphedStep(Generic[T]):
                 shapes = f"got shape {tuple(x.shape)}, expected {tuple(own.shape)}"
                 raise ValueError(f"tensors[{i}]: {shapes}, as in the first call")
 
-    @staticmethod
-    def _check_autocast(device: str) -> None:
-        """Outside of the function autocast would keep weights that it has cast before, and the graph would not see
-        new ones."""
-        if torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
-            raise RuntimeError(
-                "autocast: got a call inside of it, expected autocast inside of the function, or cache_enabled=False"
-            )
+
+def _check_autocast(device: str) -> None:
+    """Raises RuntimeError if autocast would give a graph weights that it has cast before the recording."""
+    if torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
+        raise RuntimeError(
+            "autocast: got a call inside of it, expected autocast inside of the function, or cache_enabled=False"
+        )
 
 
 def _copied(results: T) -> T:

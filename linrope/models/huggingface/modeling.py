@@ -249,6 +249,8 @@ class LinRopeModel(LinRopePreTrainedModel):
 class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
     """Takes tokens and returns the logits of the next token; has generate().
 
+    On a CUDA device ``generate(.., graph=True)`` replays its steps as a CUDA graph.
+
     >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
     >>> model = LinRopeForCausalLM(LinRopeConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
     >>> model.generate(torch.randint(50, (2, 10)), max_new_tokens=5).shape
