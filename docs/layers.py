@@ -22,6 +22,7 @@ WORDS = {
     "backends": "native, triton, eager and others",
     "feature_maps": "from q and k to features",
     "recurrence": "call, state, packing, decay",
+    "cuda_graphs": "records and replays steps",
     "rotation": "rotates pairs of features",
     "common": "checks, files, locks",
 }

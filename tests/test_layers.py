@@ -27,7 +27,7 @@ FLOORS = [
     {"backends"},
     {"feature_maps"},
     {"recurrence"},
-    {"rotation"},
+    {"cuda_graphs", "rotation"},
     {"common"},
 ]
 RANK = {name: rank for rank, level in enumerate(FLOORS) for name in level}

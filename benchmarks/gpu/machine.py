@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from linrope.cuda_graphs import GraphedStep, Recorder
+
 Row = dict[str, Any]
 Shape = tuple[int, int, int, int]  # batch, length, heads, dim
 T = TypeVar("T")
@@ -35,6 +37,11 @@ class Machine:
 
     @property
     def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def has_graphs(self) -> bool:
+        """False for a CPU that a test passes off as a GPU."""
         return self.device == "cuda"
 
     @property
@@ -87,25 +94,13 @@ class Machine:
         if not self.on_gpu:
             run()
             return run
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            run()
-        torch.cuda.synchronize()
-        stream = torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-                results = run()
-        except BaseException:  # PyTorch then leaves its stream and its generator as while it records
-            torch.cuda.set_stream(stream)
-            fresh = torch.Generator("cuda").graphsafe_get_state()
-            torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(fresh)
-            raise
+        recorder = Recorder(torch.device("cuda", torch.cuda.current_device()))
+        recorder.run(run)
+        return recorder.record(run)
 
-        def replay() -> T:
-            graph.replay()
-            return results
-
-        return replay
+    def graphed(self, step: Callable[..., T]) -> Callable[..., T]:
+        """The step in a graph as users have it. On a CPU it is the step itself."""
+        return GraphedStep(step) if self.has_graphs else step
 
     def both_times(self, name: str, run: Callable[[], Any], flush: bool = False) -> Row:
         """The times of a call by name: launched from Python, and in a CUDA graph. A failure to capture is reported."""

@@ -13,6 +13,7 @@ from benchmarks.gpu.machine import Machine, Row, Shape, each, finite, whole
 from linrope import LinearRoPEAttention
 from linrope.decode import generate as generate_tokens
 from linrope.models import LanguageModel, LanguageModelConfig
+from linrope.models.training import pack
 
 LAYERS, VOCABULARY = 4, 256
 # How far results in bfloat16 may be from those in float32, as a fraction of their norm: 16 roundings of 2^-8
@@ -150,7 +151,7 @@ def model_row(on: Machine, shape: Shape) -> Row:
 
 
 def generate(on: Machine) -> Iterator[Row]:
-    """Greedy decoding: every token must be the likeliest of one call with all tokens, or nearly."""
+    """Greedy decoding, also in a graph: every token must be the likeliest of one call with all tokens, or nearly."""
     yield from each(["linrope", "transformers"], partial(generate_row, on))
 
 
@@ -171,25 +172,28 @@ def generate_row(on: Machine, library: str) -> Row:
         call = lambda tokens: model(tokens).logits  # noqa: E731
     prompt = torch.randint(1, VOCABULARY, (batch, on.sizes(512, 8)), device=on.device)
 
-    def run() -> Tensor:
+    def run(graph: bool) -> Tensor:
         if library == "linrope":
-            return torch.stack([*generate_tokens(model, prompt, new, temperature=0)], 1)
-        how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+            return torch.stack([*generate_tokens(model, prompt, new, temperature=0, graph=graph)], 1)
+        how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "graph": graph}
         out: Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
         return out[:, prompt.shape[1] :]
 
-    run()
-    on.wait()
-    begun = time.perf_counter()
-    tokens = run()
-    on.wait()
-    seconds = time.perf_counter() - begun
-    assert tokens.shape == (batch, new), tokens.shape
-    logits = call(torch.cat((prompt, tokens), 1))[:, prompt.shape[1] - 1 : -1].float()
-    behind = logits.amax(-1) - logits.gather(-1, tokens[..., None])[..., 0]
-    error = float(behind.max() / logits.std())
-    assert error <= 1e-2, f"a token is {error:.3g} standard deviations behind the likeliest"
-    return {"batch": batch, "errors": {"behind": error}, "tokens/s": batch * new / seconds}
+    row: Row = {"batch": batch, "errors": {}, "tokens/s": {}}
+    for way in ("launched", "graph"):
+        graph = way == "graph" and on.has_graphs
+        run(graph)
+        on.wait()
+        begun = time.perf_counter()
+        tokens = run(graph)
+        on.wait()
+        row["tokens/s"][way] = batch * new / (time.perf_counter() - begun)
+        assert tokens.shape == (batch, new), tokens.shape
+        logits = call(torch.cat((prompt, tokens), 1))[:, prompt.shape[1] - 1 : -1].float()
+        behind = logits.amax(-1) - logits.gather(-1, tokens[..., None])[..., 0]
+        row["errors"][way] = error = float(behind.max() / logits.std())
+        assert error <= 1e-2, f"{way}: a token is {error:.3g} standard deviations behind the likeliest"
+    return row
 
 
 # torch.compile and CUDA graphs
@@ -251,8 +255,9 @@ def compiled_model(on: Machine, case: tuple[str, str]) -> Row:
 
 
 def graphs(on: Machine) -> Iterator[Row]:
-    """A training step with its optimizer in one CUDA graph, and a model in make_graphed_callables."""
-    yield from each(["whole step", "model"], partial(graphs_row, on))
+    """A training step with its optimizer in one CUDA graph, also of packed documents, and a model in
+    make_graphed_callables."""
+    yield from each(["whole step", "packed", "model"], partial(graphs_row, on))
 
 
 class Logits(torch.nn.Module):
@@ -262,37 +267,50 @@ class Logits(torch.nn.Module):
         super().__init__()
         self.on, self.model = on, model
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         with torch.autocast(self.on.device, self.on.dtype, cache_enabled=False):
-            logits: Tensor = self.model(tokens, return_states=False)[0]
+            logits: Tensor = self.model(tokens, cu_seqlens=cu_seqlens, return_states=False)[0]
         return logits.float()
 
 
-def optimizer_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+def optimizer_step(
+    model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor, *packing: Tensor
+) -> Tensor:
+    loss = F.cross_entropy(model(tokens, *packing).flatten(0, 1), targets.flatten())
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()  # a graphed model keeps its gradients in memory that it overwrites
     return loss.detach()
 
 
+def graph_batches(on: Machine, shape: Shape, packed: bool) -> list[tuple[Tensor, ...]]:
+    """Tokens and targets; packed: as many tokens in a row of documents, another number of them in each batch."""
+    (b, n, *_), count = shape, on.sizes(6, 4)  # GraphedStep launches three
+    if not packed:
+        tokens = torch.randint(VOCABULARY, (count, b, n + 1), device=on.device)
+        return [(x[:, :-1], x[:, 1:]) for x in tokens]
+    batches = []
+    for i in range(count):
+        lengths = [n // (i + 1) - 1] * (b * (i + 1))
+        documents = [torch.randint(VOCABULARY, (length,), device=on.device) for length in lengths]
+        batches.append(pack(documents, tokens=b * n, sequences=b * count))
+    return batches
+
+
 def graphs_row(on: Machine, kind: str) -> Row:
-    """Losses of the third to fifth step, launched and in a graph, from the same weights and tokens."""
+    """Losses of the fourth step and those after it, launched and in a graph, from the same weights and batches."""
     shape = on.sizes((8, 1024, 16, 64), SMALL)
-    tokens, row = random_tokens(on, shape), Row(losses={})
+    batches, row = graph_batches(on, shape, kind == "packed"), Row(losses={})
     for way in ("launched", "graph"):
         model: Any = Logits(on, model_of(on, shape))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=on.on_gpu)
         if on.on_gpu and (kind, way) == ("model", "graph"):
-            model = torch.cuda.make_graphed_callables(model, (tokens[:, :-1],))
-        step: Callable[[], Any] = partial(optimizer_step, model, optimizer, tokens)
-        step()
-        if (kind, way) == ("whole step", "graph"):
-            step = on.captured(step)  # takes a step, too
-        else:
-            step()
-        row["losses"][way] = [float(step()) for _ in range(3)]
-        row[way] = on.timed(step)
+            model = torch.cuda.make_graphed_callables(model, (batches[0][0],))
+        step: Callable[..., Tensor] = partial(optimizer_step, model, optimizer)
+        if way == "graph" and kind != "model":
+            step = on.graphed(step)
+        row["losses"][way] = [float(step(*batch)) for batch in batches][3:]
+        row[way] = on.timed(partial(step, *batches[0]))
     pairs = zip(row["losses"]["graph"], row["losses"]["launched"])
     error = max(abs(x - y) / abs(y) for x, y in pairs)
     assert error <= 1e-2, f"the losses differ: {row['losses']}"

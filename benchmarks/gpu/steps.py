@@ -45,12 +45,14 @@ STEPS = {
     "gates": Step(operation.gates, "forget gates: errors, times", 55, 110),
     "block": Step(models.block, "the default block: errors, launches, times, decoding", 20, 50),
     "model": Step(models.model, "a model of default blocks beside softmax attention", 40, 80),
-    "generate": Step(models.generate, "greedy decoding by linrope and by transformers", 20, 50),
+    "generate": Step(
+        models.generate, "greedy decoding by linrope and by transformers, also in a graph", 25, 60
+    ),
     "delta": Step(delta.delta, "the delta rule and a decay per feature by 'eager'", 25, 60),
     "train": Step(commands.train, "linrope train, stopped and resumed", 30, 70),
     "check": Step(commands.check, "linrope check", 40, 75),
     "compiled": Step(models.compiled, "torch.compile of a layer and of a model", 90, 150),
-    "graphs": Step(models.graphs, "CUDA graphs of a training step", 15, 45),
+    "graphs": Step(models.graphs, "CUDA graphs of training steps, also packed", 20, 55),
     "parallel": Step(commands.parallel, "two processes share a sequence", 20, 50),
     "long": Step(operation.long, "131,072 and 1,048,576 tokens", 20, 60),
     "packed": Step(operation.packed, "4,096 short sequences, packed and padded", 8, 40),

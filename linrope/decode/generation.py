@@ -1,15 +1,19 @@
 """Samples from a language model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linrope.common.argument_checks import check_sizes
+from linrope.common.argument_checks import check_bools, check_sizes
+from linrope.common.tracing import values_readable
+from linrope.cuda_graphs import GraphedStep, check_on_cuda
 from linrope.decode.parts import DecodableModel
 from linrope.decode.reasons import why_not
 from linrope.decode.step import prepare
+from linrope.layer.state import LayerState
 
 LOWEST_TEMPERATURE = 1e-30  # logits divided by less leave the range of float32
 _PIECE = 1024  # tokens of the prompt in one call, which computes the logits of all its tokens
@@ -25,6 +29,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
+    graph: bool = False,
 ) -> Iterator[Tensor]:
     """Samples tokens one by one. With linear attention each takes the same time and memory.
 
@@ -39,12 +44,14 @@ def generate(
         top_k: samples only among the k likeliest tokens.
         top_p: samples only among the likeliest tokens whose probabilities add up to p, as few as possible.
         seed: the seed of the sampling; default: drawn from torch's generator.
+        graph: on a CUDA device, replays the steps from the fourth on as a CUDA graph (``linrope.cuda_graphs``).
 
     Yields:
         (b,) tokens.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range; or with graph=True a state grows, as that of softmax attention does.
+        RuntimeError: graph=True on a CPU.
 
     >>> from linrope.decode import generate
     >>> from linrope.models import LanguageModel, LanguageModelConfig
@@ -55,9 +62,13 @@ def generate(
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(f"prompt: got shape {tuple(prompt.shape)}, expected (b, n) with n >= 1")
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    check_bools(graph=graph)
+    if graph:
+        check_on_cuda("graph=True", prompt.device)
     generator = torch.Generator(prompt.device)
     generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
-    return _generate(model, prompt, max_new_tokens, temperature, top_k, top_p, generator)
+    sample = partial(_sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    return _generate(model, prompt, max_new_tokens, sample, [generator] if graph else None)
 
 
 def check_sampling(
@@ -80,23 +91,27 @@ def _generate(
     model: DecodableModel,
     tokens: Tensor,
     max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator,
+    sample: Callable[[Tensor], Tensor],
+    graph: list[torch.Generator] | None,
 ) -> Iterator[Tensor]:
+    """sample: from logits (b, 1, vocab_size) to tokens (b,). graph: its generators; None: without a graph."""
     if max_new_tokens == 0:
         return
     states: list[Any] | None = None
     for piece in tokens.split(_PIECE, 1):
         logits, states = model(piece, states)
     assert states is not None
-    step = _step_after(model, states)
+    step = _step_after(model, states) if graph is None else _step_in_place(model, states)
+
+    def take(token: Tensor) -> Tensor:
+        return sample(step(token[:, None]))
+
+    next_token: Callable[[Tensor], Tensor] = take if graph is None else GraphedStep(take, generators=graph)
+    token = sample(logits[:, -1:])
     for left in reversed(range(max_new_tokens)):
-        token = _sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
         yield token
         if left:
-            logits = step(token[:, None])
+            token = next_token(token)
 
 
 def _step_after(model: DecodableModel, states: list[Any]) -> Callable[[Tensor], Tensor]:
@@ -113,16 +128,46 @@ def _step_after(model: DecodableModel, states: list[Any]) -> Callable[[Tensor], 
     return step
 
 
+def _step_in_place(model: DecodableModel, states: list[Any]) -> Callable[[Tensor], Tensor]:
+    """Like ``_step_after``, but what is overwritten are always these states, whose addresses a graph has recorded."""
+    check_fixed_size(states)
+
+    def step(tokens: Tensor) -> Tensor:
+        logits: Tensor
+        logits, after = model(tokens, [state.donate() for state in states])
+        for state, new in zip(states, after, strict=True):
+            state.write(new)  # copies only what the call has not written there itself
+        return logits
+
+    return step
+
+
+def check_fixed_size(states: Sequence[Any]) -> None:
+    """Raises ValueError if a state is none that decoding can overwrite in place."""
+    for state in states:
+        if not isinstance(state, LayerState):
+            raise ValueError(
+                f"graph=True: got a state of type {type(state).__name__}, whose memory may grow; expected linear "
+                "attention in every layer"
+            )
+
+
 def _sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> Tensor:
+    """(b, 1, vocab_size) -> (b,) tokens."""
+    logits = logits[:, -1].float()
     if temperature == 0:
         return logits.argmax(-1)
     order = (logits / max(temperature, LOWEST_TEMPERATURE)).sort(-1, descending=True)
     probabilities = order.values.softmax(-1)
     if top_k is not None:
-        probabilities[:, top_k:] = 0
+        probabilities[:, top_k:].zero_()
     if top_p is not None:  # keeps a token if the likelier ones do not add up to p
-        probabilities[probabilities.cumsum(-1) - probabilities >= top_p] = 0
-    chosen = torch.multinomial(probabilities, 1, generator=generator)
+        probabilities.masked_fill_(probabilities.cumsum(-1) - probabilities >= top_p, 0)
+    if values_readable(probabilities) and not bool(probabilities.isfinite().all()):
+        raise RuntimeError("logits: got NaN or infinity, expected finite numbers to sample from")
+    # torch.multinomial draws in the same way, but on a GPU it waits to look at the probabilities.
+    draws = torch.empty_like(probabilities).exponential_(generator=generator)
+    chosen = probabilities.div(draws).argmax(-1, keepdim=True)
     return order.indices.gather(-1, chosen)[:, 0]

@@ -220,9 +220,10 @@ class LinRopeModel(LinRopePreTrainedModel):
         if use_cache and cache is None and self.causal and tokens["cu_seqlens"] is None:
             cache = LinRopeCache(self.config)
 
-        plain = cache is not None and shard is None and tokens["key_mask"] is None
-        if plain and (last := step_of_generate(self, cache, x, tokens["positions"], **kwargs)) is not None:
-            return BaseOutput.of(last, cache)
+        if cache is not None and shard is None:
+            last = step_of_generate(self, cache, x, tokens, **kwargs)
+            if last is not None:
+                return BaseOutput.of(last, cache)
         if shard is not None:
             tokens |= {"cu_seqlens": None, "shard": shard}
         if cache is None:
@@ -247,6 +248,8 @@ class LinRopeModel(LinRopePreTrainedModel):
 
 class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
     """Takes tokens and returns the logits of the next token; has generate().
+
+    On a CUDA device ``generate(.., graph=True)`` replays its steps as a CUDA graph.
 
     >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
     >>> model = LinRopeForCausalLM(LinRopeConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))

@@ -8,6 +8,7 @@ from linrope.models.folders import checkpoints, latest_checkpoint
 from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import Corpus, Text
 from linrope.models.training.evaluation import bits_by_position
+from linrope.models.training.packing import pack
 from linrope.models.training.trainer import Trainer
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "bits_by_position",
     "checkpoints",
     "latest_checkpoint",
+    "pack",
 ]
