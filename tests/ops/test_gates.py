@@ -11,6 +11,7 @@ from linrope.ops import forget_and_write_gates, gates
 from tests.ops import cases
 from tests.ops.cases import Tensors, differentiate, numbers
 
+pytestmark = pytest.mark.gpu
 BACKENDS = ("eager", pytest.param("triton", marks=cases.needs_triton))
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 KINDS = ("log_sigmoid", "sigmoid", "forget and write")
