@@ -18,6 +18,7 @@ from linrope.ops.arguments import (
     choose,
     converted,
     gradient_of,
+    launchers,
     with_dense_rows,
 )
 
@@ -197,14 +198,20 @@ class _Norm(Operator[_GatedNorm]):
         return u.flatten(2).to(out.dtype)
 
     def new(self, record: _GatedNorm, save: bool) -> Output:
-        check_not_in_onnx("native", "'eager'")
+        check_not_in_onnx(record.kernel, "'eager'")
         b, n, h, e = record.out.shape
         return record.out.new_empty(b, n, h * e), []
 
     def forward(self, record: _GatedNorm, save: bool) -> Output:
+        if record.kernel == "triton":
+            with torch.cuda.device_of(record.out):
+                return launchers("norm").norm_fwd(record), []
         return converted(run_operator("gated_norm", _kernel_arguments(record)), record.out.dtype), []
 
     def backward(self, record: _GatedNorm, saved: list[Tensor], g: Tensors) -> Tensors:
+        if record.kernel == "triton":
+            with torch.cuda.device_of(record.out):
+                return launchers("norm").norm_bwd(record, g[0])  # type: ignore[no-any-return]
         arguments = _kernel_arguments(record)
         gradient = with_dense_rows(g[0], arguments["out"].dtype)
         d_out, d_gate, d_v, d_weight, d_skip = run_operator(
