@@ -23,10 +23,9 @@ from linrope_kernels.pieces import gate_and_slope
 from linrope_kernels.start import start_kernel
 from linrope_kernels.tiles import power_of_two, power_of_two_from_16
 
-
 BLOCK = 1024  # elements of a tile: 8 per thread, 16 bytes of bfloat16
-WHOLE = 8192  # the most elements of a tile that holds all values of a norm
-LOOPED = 4096  # elements of a tile of several tokens that does not: their sums go to memory at once
+WHOLE = {"head": 8192, "all": 4096}  # most elements of a tile with all values of a norm: more would spill
+LOOPED = 4096  # elements of other tiles of a norm: several tokens, whose sums go to memory at once
 WARPS = 4096  # of all programs of the backward pass: 8 programs of 4 for each of an H100's multiprocessors
 
 
@@ -73,8 +72,9 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def place_of(batch, first_token, n, block, SHAPE: tl.constexpr):
-    """A block of the tokens from ``first_token``."""
+def place_of(tile, row_tiles, n, block, SHAPE: tl.constexpr):
+    """A block of a tile's tokens. row_tiles: those of the n tokens of a batch row."""
+    batch, first_token = (tile // row_tiles).to(tl.int64), (tile % row_tiles).to(tl.int64) * SHAPE.T
     row = tl.arange(0, SHAPE.T * SHAPE.GB * SHAPE.RP)
     token, member = first_token + row // (SHAPE.GB * SHAPE.RP), row % SHAPE.RP
     kv_head = block // SHAPE.COLUMNS * SHAPE.GB + row // SHAPE.RP % SHAPE.GB
@@ -147,29 +147,28 @@ def mean_of(sums, SHAPE: tl.constexpr, HOW: tl.constexpr):
         return sums / SHAPE.E
 
 
-@triton.jit(do_not_specialize=["n", "parts"])
+@triton.jit(do_not_specialize=["row_tiles", "n"])
 def norm_fwd_kernel(
     x,  # Inputs
     y,  # Rows (b, n, h, e)
-    n, parts, eps,  # parts: of the tokens of a batch row, T each
+    row_tiles, n, eps,  # row_tiles: of T tokens, per batch row
     HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr,
     T: tl.constexpr, GB: tl.constexpr, RP: tl.constexpr, BE: tl.constexpr,
     OVER_ALL: tl.constexpr, GATE_FIRST: tl.constexpr, SKIP_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
     PROGRAMS: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """PROGRAMS share the blocks of a part of the tokens."""
+    """PROGRAMS share the blocks of a tile of tokens."""
     SHAPE: tl.constexpr = Shape(HEADS, GROUP, E, COLUMNS, T, GB, RP, BE)
     HOW: tl.constexpr = How(OVER_ALL, GATE_FIRST, SKIP_FIRST, ACTIVATION)
-    part, first = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS * LOOP
-    batch, token = (part // parts).to(tl.int64), (part % parts).to(tl.int64) * T
+    tile, first = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS * LOOP
     if x.weight.pointer is not None and LOOP > 1:
         squares = tl.zeros([T * GB * RP], tl.float32)
         for block in range(first, first + LOOP):
-            u = before_norm(x, place_of(batch, token, n, block, SHAPE), HOW)[1]
+            u = before_norm(x, place_of(tile, row_tiles, n, block, SHAPE), HOW)[1]
             squares += tl.sum(u * u, 1)
         scale = tl.rsqrt(mean_of(squares, SHAPE, HOW) + eps)
     for block in range(first, first + LOOP):
-        place = place_of(batch, token, n, block, SHAPE)
+        place = place_of(tile, row_tiles, n, block, SHAPE)
         _, u, _, skip_term, factor, _ = before_norm(x, place, HOW)
         if x.weight.pointer is not None:
             if LOOP == 1:
@@ -193,15 +192,12 @@ def write_sum(SUM, x, mask, earlier):
 
 @triton.jit
 def write_sums(
-    weight_sums, weight_products, skip_sums, skip_products, n, block, part, earlier,
-    SHAPE: tl.constexpr, SHARED: tl.constexpr,
+    weight_sums, weight_products, skip_sums, skip_products, block, part, earlier,
+    SHAPE: tl.constexpr, ONE_TOKEN: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """The sums over a tile's tokens of what a block adds to the gradients of weight and D."""
     heads: tl.constexpr = SHAPE.GB * SHAPE.RP
-    ONE_TOKEN: tl.constexpr = Shape(
-        SHAPE.HEADS, SHAPE.GROUP, SHAPE.E, SHAPE.COLUMNS, 1, SHAPE.GB, SHAPE.RP, SHAPE.BE
-    )
-    place = place_of(0, 0, n, block, ONE_TOKEN)
+    place = place_of(part * 0, 1, 1, block, ONE_TOKEN)  # of any token: its heads and columns
     if weight_sums is not None:
         sums = tl.sum(tl.reshape(weight_products, [SHAPE.T, heads, SHAPE.BE]), 0)
         if SHARED:
@@ -211,17 +207,17 @@ def write_sums(
             at = weight_sums + (part * SHAPE.HEADS + place.head)[:, None] * SHAPE.E + place.e[None, :]
             write_sum(at, sums, place.inside, earlier)
     if skip_sums is not None:
-        sums = tl.sum(tl.reshape(tl.sum(skip_products, 1), [SHAPE.T, heads]), 0)
+        sums = tl.sum(tl.reshape(skip_products, [SHAPE.T, heads]), 0)
         row = part * SHAPE.COLUMNS + block % SHAPE.COLUMNS
         write_sum(skip_sums + row * SHAPE.HEADS + place.head, sums, place.exists, earlier)
 
 
-@triton.jit(do_not_specialize=["n", "parts", "tiles"])
+@triton.jit(do_not_specialize=["all_tiles", "tiles", "row_tiles", "n"])
 def norm_bwd_kernel(
     x, dy, d_out, d_gate, d_v,  # Inputs, and Rows as those of out, gate and v
-    weight_sums,  # float32 sums over each part's tokens, (b parts, h, e), or with SHARED (b parts PROGRAMS, e)
-    skip_sums,  # (b parts COLUMNS, h) float32 likewise
-    n, parts, tiles, eps,  # parts: of the tokens of a batch row, with ``tiles`` of T tokens each
+    weight_sums,  # float32 sums over the tokens of each part, (parts, h, e), or with SHARED (parts PROGRAMS, e)
+    skip_sums,  # (parts COLUMNS, h) float32 likewise
+    all_tiles, tiles, row_tiles, n, eps,  # tiles: per part
     HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr,
     T: tl.constexpr, GB: tl.constexpr, RP: tl.constexpr, BE: tl.constexpr,
     OVER_ALL: tl.constexpr, GATE_FIRST: tl.constexpr, SKIP_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -234,17 +230,16 @@ def norm_bwd_kernel(
     SHAPE: tl.constexpr = Shape(HEADS, GROUP, E, COLUMNS, T, GB, RP, BE)
     KV_SHAPE: tl.constexpr = Shape(HEADS // GROUP, 1, E, COLUMNS, T, GB, 1, BE)
     HOW: tl.constexpr = How(OVER_ALL, GATE_FIRST, SKIP_FIRST, ACTIVATION)
-    part, first = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS * LOOP
-    batch, part_token = (part // parts).to(tl.int64), (part % parts).to(tl.int64) * tiles * T
-    part = part.to(tl.int64)
+    ONE_TOKEN: tl.constexpr = Shape(HEADS, GROUP, E, COLUMNS, 1, GB, RP, BE)
+    part, first = (tl.program_id(0) // PROGRAMS).to(tl.int64), tl.program_id(0) % PROGRAMS * LOOP
     weight_products = tl.zeros([T * GB * RP, BE], tl.float32)
-    skip_products = tl.zeros([T * GB * RP, BE], tl.float32)
-    for tile in range(tiles):
-        token = part_token + tile * T
+    skip_products = tl.zeros([T * GB * RP], tl.float32)
+    first_tile = tl.program_id(0) // PROGRAMS * tiles
+    for tile in range(first_tile, tl.minimum(first_tile + tiles, all_tiles)):
         if x.weight.pointer is not None and LOOP > 1:
             squares, products = tl.zeros([T * GB * RP], tl.float32), tl.zeros([T * GB * RP], tl.float32)
             for block in range(first, first + LOOP):
-                place = place_of(batch, token, n, block, SHAPE)
+                place = place_of(tile, row_tiles, n, block, SHAPE)
                 _, u, _, _, factor, _ = before_norm(x, place, HOW)
                 g = load(dy, place, place.head)
                 if not GATE_FIRST:
@@ -254,7 +249,10 @@ def norm_bwd_kernel(
             scale = tl.rsqrt(mean_of(squares, SHAPE, HOW) + eps)
             mean = mean_of(products, SHAPE, HOW) * scale
         for block in range(first, first + LOOP):
-            place = place_of(batch, token, n, block, SHAPE)
+            if LOOP > 1:  # memory has the sums so far
+                weight_products = tl.zeros([T * GB * RP, BE], tl.float32)
+                skip_products = tl.zeros([T * GB * RP], tl.float32)
+            place = place_of(tile, row_tiles, n, block, SHAPE)
             p, u, v, skip_term, factor, slope = before_norm(x, place, HOW)
             gradient = load(dy, place, place.head)
             g = gradient
@@ -268,10 +266,7 @@ def norm_bwd_kernel(
                     mean = mean_of(tl.sum(g * weight * u, 1), SHAPE, HOW) * scale
                 normal = u * scale[:, None]
                 result = weight * normal
-                if LOOP == 1:
-                    weight_products += g * normal
-                else:
-                    weight_products = g * normal
+                weight_products += g * normal
                 g = (g * weight - normal * mean[:, None]) * scale[:, None]
             if x.gate.pointer is not None:
                 if GATE_FIRST:
@@ -286,20 +281,18 @@ def norm_bwd_kernel(
             if x.v.pointer is not None:
                 if SKIP_FIRST:
                     d_skip_term = g
-                if LOOP == 1:
-                    skip_products += d_skip_term * v
-                else:
-                    skip_products = d_skip_term * v
+                skip_products += tl.sum(d_skip_term * v, 1)
                 dv = tl.reshape(d_skip_term * load_skip(x, place)[:, None], [T * GB, RP, BE])
-                kv_place = place_of(batch, token, n, block, KV_SHAPE)
+                kv_place = place_of(tile, row_tiles, n, block, KV_SHAPE)
                 store(d_v, kv_place, kv_place.head, tl.sum(dv, 1))
             if LOOP > 1:
                 write_sums(
-                    weight_sums, weight_products, skip_sums, skip_products, n, block, part, tile > 0, SHAPE, SHARED
+                    weight_sums, weight_products, skip_sums, skip_products, block, part, tile > first_tile,
+                    SHAPE, ONE_TOKEN, SHARED,
                 )  # fmt: skip
     if LOOP == 1:
         write_sums(
-            weight_sums, weight_products, skip_sums, skip_products, n, first, part, None, SHAPE, SHARED
+            weight_sums, weight_products, skip_sums, skip_products, first, part, None, SHAPE, ONE_TOKEN, SHARED
         )  # fmt: skip
 
 
@@ -312,58 +305,52 @@ class Plan(NamedTuple):
 
 @cache
 def plan_of(h: int, group: int, e: int, norm: bool, over_all: bool) -> Plan:
-    """How h heads of e values, in groups that share a head of v, are cut into tiles.
+    """The tiles of h heads of e values, in groups that share a head of v; over_all: one norm of all.
 
     It depends on these arguments alone, so a token's result has the same bits whatever else is in the call.
     """
     kv_heads, rows, values = h // group, power_of_two(group), power_of_two_from_16(e)
     most, elements = max(1, BLOCK // (rows * values)), BLOCK
-    if norm and over_all:
+    if over_all:
         most = power_of_two(kv_heads)
-    if norm and most * rows * values > WHOLE:
+    if norm and most * rows * values > WHOLE["all" if over_all else "head"]:
         elements, most = LOOPED, max(1, BLOCK // (rows * values))
     if not norm or elements == LOOPED:
         values = min(values, max(16, BLOCK // rows))
     kv_block = min(power_of_two(kv_heads), most)
     tokens = max(1, elements // (kv_block * rows * values))
     columns, head_blocks = -(-e // values), -(-kv_heads // kv_block)
-    loop = (columns * head_blocks if over_all else columns) if norm else 1
-    elements = tokens * kv_block * rows * values
-    warps = min(16, elements // (256 if elements <= 2048 else 512))
+    loop = columns * head_blocks if over_all else columns if norm else 1
+    warps = min(16, tokens * kv_block * rows * values // 256)
     shape = Shape(h, group, e, columns, tokens, kv_block, rows, values)
     return Plan(shape, columns * head_blocks // loop, loop, warps)
 
 
 def _plan(call: Any) -> Plan:
-    h, e = call.out.shape[2:]
-    group, norm = 1 if call.v is None else h // call.v.shape[2], call.weight is not None
-    return plan_of(int(h), int(group), int(e), norm, norm and call.over_heads)
+    (h, e), norm = call.out.shape[2:], call.weight is not None
+    return plan_of(h, 1 if call.v is None else h // call.v.shape[2], e, norm, norm and call.over_heads)
 
 
-def _rows(call: Any, *others: Tensor | None) -> tuple[int, int, list[Rows]]:
-    """Batch rows and tokens, and Rows of out, gate, v and the others, with heads for an axis.
-
-    The tokens are those of a single batch row if they are evenly spaced in all of these tensors.
-    """
-    b, n, _, e = call.out.shape
-    dense = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (call.out, call.gate, call.v, *others)]
-    joined = b == 1 or n == 1 or all(x is None or x.stride(0) == n * x.stride(1) for x in dense)
-    rows = []
-    for x in dense:
-        batch, token, head = (0, 0, 0) if x is None else x.stride()[:3] if x.ndim == 4 else (*x.stride()[:2], e)
-        rows.append(Rows(x, (0, batch if n == 1 else token, head) if joined else (batch, token, head)))
-    return (1, b * n, rows) if joined else (b, n, rows)
+def _rows(x: Tensor | None, e: int) -> Rows:
+    """x (b, n, heads, e) or (b, n, heads e) as the former."""
+    if x is None:
+        return Rows(None, (0, 0, 0))
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return Rows(x, x.stride()[:3] if x.ndim == 4 else (*x.stride()[:2], e))
 
 
 def _start(
-    kernel: Any, call: Any, plan: Plan, rows: list[Rows], programs: int, *args: Any, **constants: Any
+    kernel: Any, call: Any, plan: Plan, tiles: int, others: list[Tensor | None], *args: Any, **constants: Any
 ) -> None:
-    """rows: those that ``_rows`` gives."""
-    skip, weight = call.skip, call.weight
-    weight_strides = (0, 0) if weight is None else (weight.stride(0) if weight.ndim == 2 else 0, weight.stride(-1))
-    inputs = Inputs(*rows[:3], Rows(skip, (0,) if skip is None else skip.stride()), Rows(weight, weight_strides))
+    """Starts plan.programs for each tile or part. others: tensors shaped as out, gate or v."""
+    e, weight, skip = plan.shape.E, call.weight, call.skip
+    inputs = Inputs(
+        *(_rows(x, e) for x in (call.out, call.gate, call.v)),
+        Rows(skip, (0,) if skip is None else skip.stride()),
+        Rows(weight, (0, 0) if weight is None else (0, *weight.stride())[-2:]),
+    )
     start_kernel(
-        kernel, programs, inputs, *rows[3:], *args, **plan.shape._asdict(),
+        kernel, tiles * plan.programs, inputs, *(_rows(x, e) for x in others), *args, call.eps, **plan.shape._asdict(),
         OVER_ALL=weight is not None and call.over_heads, GATE_FIRST=call.gate is not None and call.gate_first,
         SKIP_FIRST=call.skip_first, ACTIVATION=call.gate_activation, PROGRAMS=plan.programs, LOOP=plan.loop,
         **constants, num_warps=plan.warps,
@@ -376,9 +363,8 @@ def norm_fwd(call: Any) -> Tensor:
     y: Tensor = call.out.new_empty(b, n, h * e)
     if y.numel():
         plan = _plan(call)
-        batches, tokens, rows = _rows(call, y)
-        parts = -(-tokens // plan.shape.T)
-        _start(norm_fwd_kernel, call, plan, rows, batches * parts * plan.programs, tokens, parts, call.eps)
+        row_tiles = -(-n // plan.shape.T)
+        _start(norm_fwd_kernel, call, plan, b * row_tiles, [y], row_tiles, n)
     return y
 
 
@@ -389,21 +375,20 @@ def norm_bwd(call: Any, dy: Tensor) -> list[Tensor | None]:
     if not dy.numel():
         return [None if x is None else x.zero_() for x in gradients]
     d_out, d_weight, d_gate, d_v, d_skip = gradients
-    plan = _plan(call)
-    batches, tokens, rows = _rows(call, dy, d_out, d_gate, d_v)
-    tiles = -(-tokens // plan.shape.T)
-    per_part = min(tiles, -(-batches * tiles * plan.programs * plan.warps // WARPS))
-    parts = -(-tiles // per_part)
+    (b, n, h, _), plan = call.out.shape, _plan(call)
+    row_tiles = -(-n // plan.shape.T)
+    tiles = -(-b * row_tiles * plan.programs * plan.warps // WARPS)
+    parts = -(-b * row_tiles // tiles)
     weight_sums = skip_sums = None
     shared = call.weight is not None and call.weight.ndim == 1
     if call.weight is not None:
-        copies = batches * parts * (plan.programs if shared else 1)
-        weight_sums = dy.new_empty(copies, call.weight.numel(), dtype=torch.float32)
+        rows = parts * plan.programs if shared else parts
+        weight_sums = dy.new_empty(rows, call.weight.numel(), dtype=torch.float32)
     if call.skip is not None:
-        skip_sums = dy.new_empty(batches * parts * plan.shape.COLUMNS, len(call.skip), dtype=torch.float32)
+        skip_sums = dy.new_empty(parts * plan.shape.COLUMNS, h, dtype=torch.float32)
     _start(
-        norm_bwd_kernel, call, plan, rows, batches * parts * plan.programs, weight_sums, skip_sums,
-        tokens, parts, per_part, call.eps, SHARED=shared,
+        norm_bwd_kernel, call, plan, parts, [dy, d_out, d_gate, d_v], weight_sums, skip_sums,
+        b * row_tiles, tiles, row_tiles, n, SHARED=shared,
     )  # fmt: skip
     sum_rows(weight_sums, d_weight, skip_sums, d_skip)
     return gradients
