@@ -19,7 +19,7 @@ from torch import Tensor
 
 from linrope_kernels.memory import Rows
 from linrope_kernels.partial_sums import sum_rows
-from linrope_kernels.pieces import gate_and_slope
+from linrope_kernels.pieces import gate_and_slope, rounded_products, sum_of_products
 from linrope_kernels.start import start_kernel
 from linrope_kernels.tiles import power_of_two, power_of_two_from_16
 
@@ -105,27 +105,21 @@ def store(x, place, head, values):
 
 @triton.jit
 def before_norm(x, place, HOW: tl.constexpr):
-    """p = out (+ D v), u = p (f(z)), v, D v, f(z) and its slope; the last four are 0, 0, 1, 0 if absent."""
+    """p = out (+ D v), u = p (f(z)), v, D (R, 1), f(z) and its slope; the last four are 0, 0, 1, 0 if absent."""
     p = load(x.out, place, place.head)
-    v, skip_term, factor, slope = 0.0, 0.0, 1.0, 0.0
+    v, skip, factor, slope = 0.0, 0.0, 1.0, 0.0
     if x.v.pointer is not None:
         v = load(x.v, place, place.kv_head)
-        skip_term = v * load_skip(x, place)[:, None]
+        at = x.skip.pointer + place.head * x.skip.strides[0]
+        skip = tl.load(at, mask=place.exists, other=0).to(tl.float32)[:, None]
         if HOW.SKIP_FIRST:
-            p += skip_term
+            p += skip * v
     u = p
     if x.gate.pointer is not None:
         factor, slope = gate_and_slope(load(x.gate, place, place.head), HOW.ACTIVATION)
         if HOW.GATE_FIRST:
             u = p * factor
-    return p, u, v, skip_term, factor, slope
-
-
-@triton.jit
-def load_skip(x, place):
-    """D (R,) in float32."""
-    at = x.skip.pointer + place.head * x.skip.strides[0]
-    return tl.load(at, mask=place.exists, other=0).to(tl.float32)
+    return p, u, v, skip, factor, slope
 
 
 @triton.jit
@@ -137,14 +131,24 @@ def load_weight(x, place):
 
 
 @triton.jit
-def mean_of(sums, SHAPE: tl.constexpr, HOW: tl.constexpr):
-    """The mean over a norm's values, in each row, from the sums (R,) of the rows."""
+def part_of_mean(x, y, SHAPE: tl.constexpr, HOW: tl.constexpr):
+    """(R,): what each row adds to the mean of x y over a norm's values.
+
+    The division comes first: of a square the compiler knows that ``rounded_products`` does not change it.
+    """
+    size: tl.constexpr = SHAPE.HEADS * SHAPE.E if HOW.OVER_ALL else SHAPE.E
+    return sum_of_products(x, y * (1 / size), 1)
+
+
+@triton.jit
+def mean_of(parts, SHAPE: tl.constexpr, HOW: tl.constexpr):
+    """The mean over a norm's values, in each of its rows."""
     if HOW.OVER_ALL:
         heads: tl.constexpr = SHAPE.GB * SHAPE.RP
-        total = tl.sum(tl.reshape(sums, [SHAPE.T, heads]), 1) / (SHAPE.HEADS * SHAPE.E)
+        total = tl.sum(tl.reshape(parts, [SHAPE.T, heads]), 1)
         return tl.reshape(tl.broadcast_to(total[:, None], [SHAPE.T, heads]), [SHAPE.T * heads])
     else:
-        return sums / SHAPE.E
+        return parts
 
 
 @triton.jit(do_not_specialize=["row_tiles", "n"])
@@ -165,17 +169,17 @@ def norm_fwd_kernel(
         squares = tl.zeros([T * GB * RP], tl.float32)
         for block in range(first, first + LOOP):
             u = before_norm(x, place_of(tile, row_tiles, n, block, SHAPE), HOW)[1]
-            squares += tl.sum(u * u, 1)
+            squares += part_of_mean(u, u, SHAPE, HOW)
         scale = tl.rsqrt(mean_of(squares, SHAPE, HOW) + eps)
     for block in range(first, first + LOOP):
         place = place_of(tile, row_tiles, n, block, SHAPE)
-        _, u, _, skip_term, factor, _ = before_norm(x, place, HOW)
+        _, u, v, skip, factor, _ = before_norm(x, place, HOW)
         if x.weight.pointer is not None:
             if LOOP == 1:
-                scale = tl.rsqrt(mean_of(tl.sum(u * u, 1), SHAPE, HOW) + eps)
+                scale = tl.rsqrt(mean_of(part_of_mean(u, u, SHAPE, HOW), SHAPE, HOW) + eps)
             u = load_weight(x, place) * (u * scale[:, None])
         if x.v.pointer is not None and not SKIP_FIRST:
-            u += skip_term
+            u += skip * v
         if x.gate.pointer is not None and not GATE_FIRST:
             u *= factor
         store(y, place, place.head, u)
@@ -185,8 +189,9 @@ def norm_fwd_kernel(
 def write_sum(SUM, x, mask, earlier):
     """Writes x. earlier: whether to add it to the number at SUM, which this program's threads stored; None: never."""
     if earlier is not None:
-        tl.debug_barrier()  # another thread may have stored the number
+        tl.debug_barrier()  # one thread stored the number, and several may load it
         x += tl.load(SUM, mask=mask & earlier, other=0)
+        tl.debug_barrier()
     tl.store(SUM, x, mask=mask)
 
 
@@ -244,8 +249,8 @@ def norm_bwd_kernel(
                 g = load(dy, place, place.head)
                 if not GATE_FIRST:
                     g *= factor
-                squares += tl.sum(u * u, 1)
-                products += tl.sum(g * load_weight(x, place) * u, 1)
+                squares += part_of_mean(u, u, SHAPE, HOW)
+                products += part_of_mean(g * load_weight(x, place), u, SHAPE, HOW)
             scale = tl.rsqrt(mean_of(squares, SHAPE, HOW) + eps)
             mean = mean_of(products, SHAPE, HOW) * scale
         for block in range(first, first + LOOP):
@@ -253,7 +258,7 @@ def norm_bwd_kernel(
                 weight_products = tl.zeros([T * GB * RP, BE], tl.float32)
                 skip_products = tl.zeros([T * GB * RP], tl.float32)
             place = place_of(tile, row_tiles, n, block, SHAPE)
-            p, u, v, skip_term, factor, slope = before_norm(x, place, HOW)
+            p, u, v, skip, factor, slope = before_norm(x, place, HOW)
             gradient = load(dy, place, place.head)
             g = gradient
             if x.gate.pointer is not None and not GATE_FIRST:
@@ -262,8 +267,8 @@ def norm_bwd_kernel(
             if x.weight.pointer is not None:
                 weight = load_weight(x, place)
                 if LOOP == 1:
-                    scale = tl.rsqrt(mean_of(tl.sum(u * u, 1), SHAPE, HOW) + eps)
-                    mean = mean_of(tl.sum(g * weight * u, 1), SHAPE, HOW) * scale
+                    scale = tl.rsqrt(mean_of(part_of_mean(u, u, SHAPE, HOW), SHAPE, HOW) + eps)
+                    mean = mean_of(part_of_mean(g * weight, u, SHAPE, HOW), SHAPE, HOW) * scale
                 normal = u * scale[:, None]
                 result = weight * normal
                 weight_products += g * normal
@@ -274,15 +279,15 @@ def norm_bwd_kernel(
                     g *= factor
                 else:
                     if x.v.pointer is not None and not SKIP_FIRST:
-                        result += skip_term
+                        result += skip * v
                     dz = result * slope * gradient
                 store(d_gate, place, place.head, dz)
             store(d_out, place, place.head, g)
             if x.v.pointer is not None:
                 if SKIP_FIRST:
                     d_skip_term = g
-                skip_products += tl.sum(d_skip_term * v, 1)
-                dv = tl.reshape(d_skip_term * load_skip(x, place)[:, None], [T * GB, RP, BE])
+                skip_products += sum_of_products(d_skip_term, v, 1)
+                dv = tl.reshape(rounded_products(d_skip_term * skip), [T * GB, RP, BE])
                 kv_place = place_of(tile, row_tiles, n, block, KV_SHAPE)
                 store(d_v, kv_place, kv_place.head, tl.sum(dv, 1))
             if LOOP > 1:
@@ -345,10 +350,10 @@ def _start(
     """Starts plan.programs for each tile or part. others: tensors shaped as out, gate or v."""
     e, weight, skip = plan.shape.E, call.weight, call.skip
     inputs = Inputs(
-        *(_rows(x, e) for x in (call.out, call.gate, call.v)),
+        _rows(call.out, e), _rows(call.gate, e), _rows(call.v, e),
         Rows(skip, (0,) if skip is None else skip.stride()),
         Rows(weight, (0, 0) if weight is None else (0, *weight.stride())[-2:]),
-    )
+    )  # fmt: skip
     start_kernel(
         kernel, tiles * plan.programs, inputs, *(_rows(x, e) for x in others), *args, call.eps, **plan.shape._asdict(),
         OVER_ALL=weight is not None and call.over_heads, GATE_FIRST=call.gate is not None and call.gate_first,

@@ -25,7 +25,7 @@ from linrope.ops.arguments import (
 SPANS = ("head", "all")  # what a norm goes over: each head alone, or all of them
 ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the norm
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}  # of a gate
-MOST_VALUES = 2**16 - 1  # per head, of the native kernel
+MOST_VALUES = 2**16 - 1  # per head, of the kernels
 
 
 class _GatedNorm(NamedTuple):
@@ -64,10 +64,11 @@ def gated_norm(
         u = weight * u * rsqrt(mean(u^2) + eps)      unless weight is None
         y = (u + D v) * f(z)                         each factor and summand whose order is "after"
 
-    Sums are float32, or float64 for float64. "native" saves only the inputs for the backward pass.
+    Sums are float32, or float64 for float64. "native" and "triton" save only the inputs for the backward pass. "triton"
+    is one launch forward and two backward.
 
     Args:
-        out: (b, n, h, e), the output of linear_rope_attention. Any strides; "native" reads it in place if
+        out: (b, n, h, e), the output of linear_rope_attention. Any strides; "native" and "triton" read it in place if
             the last stride is 1.
         weight: (e,) or (h, e) with over="head", (h e,) with over="all". None: no norm.
         eps: added to the mean square.
@@ -78,8 +79,8 @@ def gated_norm(
         v: (b, n, g, e), the values; g divides h. Given together with skip.
         skip: D (h,).
         skip_order: "after" the norm, or "before" it.
-        backend: "auto", "native" or "eager". For float32, bfloat16 and float16 "auto" takes native on a CPU, else
-            eager.
+        backend: "auto", "native", "triton" or "eager". For float32, bfloat16 and float16 "auto" takes native on a CPU
+            and triton on a GPU if they can run the call, else eager.
 
     Returns:
         y (b, n, h e) in the dtype of out. It has gradients for out, weight, gate, v and skip.
@@ -166,7 +167,7 @@ def _inverse_root(mean: Tensor, eps: float) -> Tensor:
 
 
 class _Norm(Operator[_GatedNorm]):
-    """The native kernel, which saves only the inputs, and its definition."""
+    """The kernels, which save only the inputs, and their definition."""
 
     name = "gated_norm"
     types = get_type_hints(_GatedNorm)
