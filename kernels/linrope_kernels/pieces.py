@@ -67,6 +67,18 @@ def slope(x, MAP: tl.constexpr):
 
 
 @triton.jit
+def gate_and_slope(x, ACTIVATION: tl.constexpr):
+    """f(x) and f'(x) in float32, for f "silu" or "sigmoid"."""
+    x = x.to(tl.float32)
+    s = tl.sigmoid(x)
+    if ACTIVATION == "silu":
+        return x * s, s + x * s * (1 - s)
+    else:
+        tl.static_assert(ACTIVATION == "sigmoid", "unknown activation")
+        return s, s * (1 - s)
+
+
+@triton.jit
 def operand(x, DOT: tl.constexpr):
     """x rounded to the matrix unit's type. "tf32" serves float16: the same precision, but float32's range."""
     if DOT == "bf16":

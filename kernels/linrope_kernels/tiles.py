@@ -126,9 +126,14 @@ def table_of(dot: str, capability: int, decay: bool) -> dict[tuple[str, int], Ti
     return TABLE["bf16 with decay" if decay else "bf16"]
 
 
+def power_of_two(n: int) -> int:
+    """n, at least 1, rounded up to a power of two."""
+    return 1 << (n - 1).bit_length()
+
+
 def power_of_two_from_16(n: int) -> int:
     """n rounded up to a power of two of at least 16, the smallest size that a matrix product takes."""
-    return max(16, 1 << (n - 1).bit_length())
+    return max(16, power_of_two(n))
 
 
 @cache  # a call asks for a dozen tiles

@@ -18,13 +18,14 @@ from linrope.ops.arguments import (
     choose,
     converted,
     gradient_of,
+    launchers,
     with_dense_rows,
 )
 
 SPANS = ("head", "all")  # what a norm goes over: each head alone, or all of them
 ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the norm
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}  # of a gate
-MOST_VALUES = 2**16 - 1  # per head, of the native kernel
+MOST_VALUES = 2**16 - 1  # per head, of the kernels
 
 
 class _GatedNorm(NamedTuple):
@@ -63,10 +64,11 @@ def gated_norm(
         u = weight * u * rsqrt(mean(u^2) + eps)      unless weight is None
         y = (u + D v) * f(z)                         each factor and summand whose order is "after"
 
-    Sums are float32, or float64 for float64. "native" saves only the inputs for the backward pass.
+    Sums are float32, or float64 for float64. "native" and "triton" save only the inputs for the backward pass. "triton"
+    is one launch forward and two backward.
 
     Args:
-        out: (b, n, h, e), the output of linear_rope_attention. Any strides; "native" reads it in place if
+        out: (b, n, h, e), the output of linear_rope_attention. Any strides; "native" and "triton" read it in place if
             the last stride is 1.
         weight: (e,) or (h, e) with over="head", (h e,) with over="all". None: no norm.
         eps: added to the mean square.
@@ -77,8 +79,8 @@ def gated_norm(
         v: (b, n, g, e), the values; g divides h. Given together with skip.
         skip: D (h,).
         skip_order: "after" the norm, or "before" it.
-        backend: "auto", "native" or "eager". For float32, bfloat16 and float16 "auto" takes native on a CPU, else
-            eager.
+        backend: "auto", "native", "triton" or "eager". For float32, bfloat16 and float16 "auto" takes native on a CPU
+            and triton on a GPU if they can run the call, else eager.
 
     Returns:
         y (b, n, h e) in the dtype of out. It has gradients for out, weight, gate, v and skip.
@@ -165,7 +167,7 @@ def _inverse_root(mean: Tensor, eps: float) -> Tensor:
 
 
 class _Norm(Operator[_GatedNorm]):
-    """The native kernel, which saves only the inputs, and its definition."""
+    """The kernels, which save only the inputs, and their definition."""
 
     name = "gated_norm"
     types = get_type_hints(_GatedNorm)
@@ -197,14 +199,20 @@ class _Norm(Operator[_GatedNorm]):
         return u.flatten(2).to(out.dtype)
 
     def new(self, record: _GatedNorm, save: bool) -> Output:
-        check_not_in_onnx("native", "'eager'")
+        check_not_in_onnx(record.kernel, "'eager'")
         b, n, h, e = record.out.shape
         return record.out.new_empty(b, n, h * e), []
 
     def forward(self, record: _GatedNorm, save: bool) -> Output:
+        if record.kernel == "triton":
+            with torch.cuda.device_of(record.out):
+                return launchers("norm").norm_fwd(record), []
         return converted(run_operator("gated_norm", _kernel_arguments(record)), record.out.dtype), []
 
     def backward(self, record: _GatedNorm, saved: list[Tensor], g: Tensors) -> Tensors:
+        if record.kernel == "triton":
+            with torch.cuda.device_of(record.out):
+                return launchers("norm").norm_bwd(record, g[0])  # type: ignore[no-any-return]
         arguments = _kernel_arguments(record)
         gradient = with_dense_rows(g[0], arguments["out"].dtype)
         d_out, d_gate, d_v, d_weight, d_skip = run_operator(

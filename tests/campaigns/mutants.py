@@ -135,6 +135,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         )
         for name in ATTENTION_KERNELS
     },
+    **{
+        f"kernels/linrope_kernels/{name}.py": ("tests/kernels/test_norm.py", "tests/ops/test_norm.py")
+        for name in ("norm", "partial_sums")
+    },
     "linrope/models/huggingface/cache.py": (
         "tests/models/huggingface/test_generation.py",
         "tests/models/huggingface/test_modeling.py",

@@ -12,7 +12,8 @@ from linrope_kernels import tiles
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import triton as backend
-from tests.kernels.without_gpu import recorded
+from linrope.ops import gated_norm
+from tests.kernels.without_gpu import recorded, registers_and_spills
 
 
 def attend(
@@ -34,11 +35,12 @@ def attend(
 
 
 def main() -> None:
-    backend.why_not_call = lambda *_, **__: None
+    backend.why_not_call = backend.why_not_on = lambda *_, **__: None
     with recorded(int(sys.argv[1])) as launches:
         FORMS[sys.argv[2]]()
     for x in launches:
-        print(json.dumps({"kernel": x.kernel.__name__, "shared": x.compiled.metadata.shared}))
+        line = {"kernel": x.kernel.__name__, "shared": x.compiled.metadata.shared}
+        print(json.dumps(line | {"spills": registers_and_spills(x.compiled.asm["cubin"])[1]}))
 
 
 def few_forms() -> None:
@@ -73,7 +75,29 @@ def wide_heads() -> None:
     attend(d=96, e=40, g=2, rotary=Rotary(96, layout="half"))
 
 
-FORMS = {"few": few_forms, "other": other_forms, "wide": wide_heads}
+def norm(
+    h: int = 16, e: int = 128, g: int = 16, over: str = "head", order: str = "after", dtype=torch.bfloat16
+) -> None:
+    """With a gate and a skip connection, forward and backward."""
+    out, gate, v = (torch.zeros(2, 70, *shape, dtype=dtype) for shape in ((h, e), (h * e,), (g, e)))
+    weight, skip = torch.zeros(h * e if over == "all" else e, requires_grad=True), torch.zeros(h)
+    how = {"over": over, "gate_order": order, "skip_order": order, "backend": "triton"}
+    y = gated_norm(out, weight, gate=gate, v=v, skip=skip, **how)
+    y.backward(torch.ones(1, dtype=dtype).expand_as(y))
+
+
+def norms() -> None:
+    norm()
+    norm(g=4, order="before", over="all", dtype=torch.float16)
+    norm(h=128, g=128, over="all", order="before")  # too many values for a tile
+    norm(h=5, g=5, e=20, over="all", dtype=torch.float32)
+    for e in (2048, 2**14):  # of a model
+        x, weight = torch.zeros(1, 70, 1, e, dtype=torch.bfloat16, requires_grad=True), torch.zeros(e)
+        gated_norm(x, weight, backend="triton").sum().backward()
+        gated_norm(x, gate=torch.zeros(1, 70, e), backend="triton").sum().backward()
+
+
+FORMS = {"few": few_forms, "other": other_forms, "wide": wide_heads, "norm": norm, "norms": norms}
 
 if __name__ == "__main__":  # it replaces parts of Triton and of linrope
     main()

@@ -130,3 +130,14 @@ def test_what_the_launchers_start_compiles_too(forms: str) -> None:
         "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dkv_kernel",
     } | ({"step_fwd_kernel"} if forms != "wide" else set())  # fmt: skip
     assert not [entry for entry in started if entry["shared"] > SHARED_LIMIT[80]]
+
+
+@pytest.mark.parametrize(
+    ("forms", "capability"),
+    [("norm", 90), *(pytest.param("norms", x, marks=pytest.mark.long) for x in CAPABILITIES)],
+)
+def test_the_gated_norm_compiles_and_does_not_spill(forms: str, capability: int) -> None:
+    script = Path(__file__).parent / "launch_without_gpu.py"
+    started = run_compiled(str(script), str(capability), forms)
+    assert {x["kernel"] for x in started} == {"norm_fwd_kernel", "norm_bwd_kernel", "sum_rows_kernel"}
+    assert not [x for x in started if x["shared"] > SHARED_LIMIT[capability] or x["spills"]]

@@ -74,6 +74,15 @@ def test_the_whole_table_keeps_the_contract(capability: int, dtype: str, size: i
     }  # fmt: skip
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("capability", "dtype"), [(90, "bf16"), (90, "fp32"), (80, "bf16")])
+def test_the_compiled_gated_norm_keeps_the_contract_without_races(capability: int, dtype: str) -> None:
+    lines = run_compiled("-m", "tests.kernels.ptx.check_norm", str(capability), dtype)
+    assert len(lines) == 5
+    assert not [(x["case"], x["fault"], x["findings"]) for x in lines if x["fault"] or x["findings"]]
+    assert not [(x["case"], x["ratios"]) for x in lines if not max(x["ratios"].values()) <= 1]
+
+
 @pytest.mark.parametrize(
     "capability", [pytest.param(80, marks=pytest.mark.ptx), pytest.param(90, marks=pytest.mark.long)]
 )

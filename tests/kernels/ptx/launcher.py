@@ -1,7 +1,7 @@
 """In the place of Triton's launcher: compiles for a GPU that is not there, and runs the PTX in this process.
 
-After install() ``linear_rope_attention(..., backend="triton")`` takes CPU tensors and computes with the
-compiled kernels. Python must have been started with Triton's interpreter off.
+After install() ``linear_rope_attention`` and ``gated_norm`` with backend="triton" take CPU tensors and compute with
+the compiled kernels. Python must have been started with Triton's interpreter off.
 """
 
 from typing import Any
@@ -58,5 +58,5 @@ def install(capability: int) -> Emulator:
     driver.set_active(NoDriver(capability))
     JITFunction.__getitem__ = item
     launch._device = lambda x: launch._Device(capability, 1)
-    backend.why_not_call = lambda call, state: None
+    backend.why_not_call = backend.why_not_on = lambda *_: None
     return emulator
