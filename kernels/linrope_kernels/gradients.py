@@ -126,12 +126,11 @@ def _key_gradients(
             *map(rows_of, results), terms_k, d_start or NO_STATE, *sizes, CAUSAL=call.causal,
             GROUPED=group != 1 or not call.causal,
         )  # fmt: skip
-    d_log = None
+    d_log = d_write = None
     if terms_k.log is not None:
-        d_log = d_log_decay(call, terms_q, terms_k, (table, key_table), start, d_end, queries)
-    d_write = None
-    if terms_k.write is not None:  # a sum of one number would be a launch
-        d_write = terms_k.write[..., 0] if terms_k.write.shape[3] == 1 else terms_k.write.sum(3)
+        d_log, d_write = d_log_decay(call, terms_q, terms_k, (table, key_table), start, d_end, queries)
+    elif terms_k.write is not None:
+        d_write = terms_k.write.sum(3)
     d_angles = None if terms_k.angles is None else _per_key_head(terms_k.angles, g)
     if d_angles is not None and terms_q.angles is not None:
         d_angles = d_angles + _per_key_head(terms_q.angles, g)

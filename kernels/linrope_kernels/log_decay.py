@@ -20,6 +20,7 @@ from linrope_kernels.launch import NO_STATE, State, cut, new_like, new_states
 from linrope_kernels.memory import Chunk, broadcast_rows, program_of, segment_span
 from linrope_kernels.pieces import sum_of_products
 from linrope_kernels.start import start_kernel
+from linrope_kernels.tiles import power_of_two
 from linrope_kernels.transition import PREFIX_BLOCK, Queries, own_states
 
 # Every ANCHOR tokens the gradient is computed from the state and its gradient. In between it is a running sum, so a
@@ -93,12 +94,13 @@ def log_decay_kernel(
     log,  # Rows (b or 1, m, g or 1)
     SPANS,  # (s, 3) int32, as in Tokens
     TERMS_K, TERMS_Q,  # (b, m, g, KEY_BLOCKS), (b, m, g group, QUERY_BLOCKS) float32; TERMS_Q None: 0
-    D_LOG,  # (b, m, g)
+    WRITE_TERMS,  # (b, m, g, WRITE_BLOCKS) float32; None: the gradient of write is not wanted here
+    D_LOG, D_WRITE,  # (b, m, g)
     m, g, segments, boundaries,
     GROUP: tl.constexpr, BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr, QUERY_BLOCKS: tl.constexpr,
-    C: tl.constexpr, B: tl.constexpr,
+    WRITE_BLOCKS: tl.constexpr, C: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """The gradient in one segment, of at most C tokens, of one head."""
+    """The gradient in one segment, of at most C tokens, of one head; and that of write, which is a sum over blocks."""
     _, segment, bg = program_of(1, segments)
     batch, kv_head = (bg // g).to(tl.int64), (bg % g).to(tl.int64)
     first, end, sequence = segment_span(SPANS, segment, C, m)
@@ -121,13 +123,18 @@ def log_decay_kernel(
     a = load_per_token(log, Chunk(batch, kv_head, rows, inside))
     d_log = tl.where(a < MIN_LOG_DECAY, 0.0, d_log)  # gates below it count as it
     tl.store(D_LOG + token, d_log.to(D_LOG.dtype.element_ty), mask=inside)
+    if WRITE_TERMS is not None:
+        d_write = tl.zeros([C], tl.float32)
+        for block in tl.static_range(WRITE_BLOCKS):
+            d_write += tl.load(WRITE_TERMS + token * WRITE_BLOCKS + block, mask=inside, other=0)
+        tl.store(D_WRITE + token, d_write, mask=inside)
 
 
 def d_log_decay(
     call: Any, terms_q: Terms, terms_k: Terms, tables: Tables, start: State | None, d_end: State | None,
     queries: Queries,
-) -> Tensor:  # fmt: skip
-    """The gradient of log decay (b, m, g), in its dtype or in float64.
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of log decay (b, m, g), in its dtype or in float64, and of write in float32.
 
     terms_q, terms_k: what dq and dk stored. start: the first state. d_end: the gradient of the last one.
     """
@@ -148,10 +155,12 @@ def d_log_decay(
     )  # fmt: skip
     whole = call.log_decay.shape == (b, m, g)  # else it is still to be summed
     d_log = new_like(call.k, segments, b, m, g, dtype=call.log_decay.dtype if whole else torch.float64)
+    d_write = None if terms_k.write is None else new_like(call.k, segments, b, m, g, dtype=torch.float32)
     query_blocks = 1 if terms_q.log is None else terms_q.log.shape[3]
     start_kernel(
         log_decay_kernel, b * g * segments.number, products, broadcast_rows(call.log_decay, 3), segments.spans,
-        terms_k.log, terms_q.log, d_log, m, g, segments.number, boundaries, GROUP=max(queries.group, 1), BLOCKS=blocks,
-        KEY_BLOCKS=terms_k.log.shape[3], QUERY_BLOCKS=query_blocks, C=ANCHOR, B=triton.next_power_of_2(blocks),
+        terms_k.log, terms_q.log, terms_k.write, d_log, d_write, m, g, segments.number, boundaries,
+        GROUP=max(queries.group, 1), BLOCKS=blocks, KEY_BLOCKS=terms_k.log.shape[3], QUERY_BLOCKS=query_blocks,
+        WRITE_BLOCKS=1 if terms_k.write is None else terms_k.write.shape[3], C=ANCHOR, B=power_of_two(blocks),
     )  # fmt: skip
-    return d_log
+    return d_log, d_write
