@@ -40,7 +40,7 @@ def tests(on: Machine) -> Iterator[Row]:
 
 def pytest_command(on: Machine, report: Path) -> list[str]:
     """Warnings are no errors here, and plugins that this machine happens to have are left out."""
-    folders = on.sizes(["tests/kernels", "tests/backends"], ["tests/kernels/test_angles.py"])
+    folders = on.sizes(["tests/kernels", "tests/backends", "tests/ops"], ["tests/kernels/test_angles.py"])
     count = min(WORKERS, max(1, (os.cpu_count() or 1) - 1)) if on.on_gpu else 1
     options = (
         f"-m 'gpu and not long and not ptx' --device {on.device} -n {count} -W default -p no:benchmark "

@@ -300,7 +300,7 @@ def test_only_folders_that_the_step_runs_have_tests_with_the_marker() -> None:
         for path in (ROOT / "tests").rglob("*.py")
         if "mark.gpu" in path.read_text() and path != Path(__file__)
     ]
-    folders = [ROOT / name for name in ("tests/kernels", "tests/backends")]
+    folders = [ROOT / name for name in ("tests/kernels", "tests/backends", "tests/ops")]
     assert named
     assert all(any(folder in path.parents for folder in folders) for path in named)
 

@@ -59,7 +59,9 @@ def other_forms() -> None:
     attend(n=1, g=2, key_mask=torch.zeros(2, 1, dtype=torch.bool))
     attend(n=1, decay=torch.full((4,), 0.9))
     attend(log_decay=torch.zeros(1, 130, 4, requires_grad=True), angle_steps=torch.zeros(2, 130, 1, 32))
-    attend(log_decay=torch.zeros(2, 130, 4, requires_grad=True), write=torch.zeros(2, 130, 4, requires_grad=True))
+    attend(
+        log_decay=torch.zeros(2, 130, 4, requires_grad=True), write=torch.zeros(2, 130, 4, requires_grad=True)
+    )
     attend(rotary=Rotary.axial(64, 3), positions=torch.zeros(130, 3, dtype=torch.int64))
     linear_rope_state(
         *torch.zeros(2, 2, 130, 4, 64, dtype=torch.bfloat16), rotary=Rotary(64), backend="triton"
