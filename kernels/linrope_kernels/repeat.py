@@ -1,7 +1,7 @@
 """Repeats a pass of a call, forward or backward, without the Python that decides what it launches.
 
 A pass makes new tensors and starts kernels. Which ones follows from the call's settings and from what its tensors look
-like. So the first pass is recorded and written out as a function of its tensors, for all passes with the same key:
+like. So the second pass is recorded and written out as a function of its tensors, for all passes with the same key:
 
     def repeat(t0, t1, t2):
         n0 = empty((8, 512, 16, 64), dtype=c0, device=c1)
@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from linrope_kernels.start import RECORDER, start, why_forgetful
 
 MOST_PASSES = 1024  # to remember: shapes may vary without end
-_PASSES: dict[Hashable, Callable[..., Any] | None] = {}  # None: not to be repeated
+_PASSES: dict[Hashable, Callable[..., Any] | str] = {}
+ONCE, NEVER = "seen once", "not to be repeated"  # instead of a function
 
 _MAKES = frozenset((Tensor.new_empty, torch.empty_like))
 _FACTS: tuple[Any, ...] = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.is_cuda)
@@ -34,18 +35,22 @@ def repeated(key: Hashable, tensors: Sequence[Tensor | None], run: Callable[[], 
     key: all that it depends on: settings, and the shape, strides, dtype, device, and address modulo 16 of each of the
     tensors. New tensors follow from these, as PyTorch allocates memory at multiples of 16.
     """
-    known = _PASSES.get(key, run)
-    if known is None:
+    known = _PASSES.get(key)
+    if known is None or known is NEVER:
+        if known is None and why_forgetful() is None:
+            if len(_PASSES) >= MOST_PASSES:
+                _PASSES.clear()
+            _PASSES[key] = (
+                ONCE  # a record takes as long as many passes: of a length that never returns there is none
+            )
         return run()
-    if known is not run:
-        return known(*tensors)
+    if known is not ONCE:
+        return known(*tensors)  # type: ignore[operator]
     present = [id(x) for x in tensors if x is not None]
-    if why_forgetful() is not None or len(present) != len(set(present)):  # a name must stand for one argument
+    if len(present) != len(set(present)):  # a name must stand for one argument
         return run()
     with (recording := _Recording(tensors)):
         results = run()
-    if len(_PASSES) >= MOST_PASSES:
-        _PASSES.clear()
     _PASSES[key] = recording.function(results)
     return results
 
@@ -115,14 +120,14 @@ class _Recording(TorchFunctionMode):
             return f"[{inside}]" if isinstance(x, list) else f"({inside})"
         return repr(x) if x is None or type(x) in (bool, int, float, str) else self._constant(x)
 
-    def function(self, results: Any) -> Callable[..., Any] | None:
-        """The pass as a function of its tensors; None: it does what cannot be written down."""
+    def function(self, results: Any) -> Callable[..., Any] | str:
+        """The pass as a function of its tensors, or NEVER: it does what cannot be written down."""
         named = isinstance(results, tuple) and type(results) is not tuple
         kind = self._constant(type(results)) if named else ""
         last: set[str] = set()
         lines = [f"return {kind}{self._written(results, last)}"]
         if not self.complete:
-            return None
+            return NEVER
         for line, names in reversed(self.lines):
             if line.startswith("n") and not names <= last:
                 continue  # nothing reads this new tensor
