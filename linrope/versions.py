@@ -20,7 +20,8 @@ def versions() -> dict[str, Any]:
         linrope, torch, triton (None if not installed), python, platform: strings. backends: for each name
         whether it is available, a bool, and the reason why not, a string or None. instruction_sets: those of the
         native backend, and instruction_set: the one in use ([] and None without that backend). threads: how many
-        PyTorch uses for an operation. gpus: names and compute capabilities.
+        PyTorch uses for an operation. slow_launches: why Triton looks up the kernel of each launch, a string; None:
+        linrope remembers it. gpus: names and compute capabilities.
 
     Example:
         >>> found = versions()["backends"]
@@ -48,6 +49,7 @@ def versions() -> dict[str, Any]:
         "instruction_sets": sets,
         "instruction_set": in_use,
         "threads": torch.get_num_threads(),
+        "slow_launches": _slow_launches() if isinstance(modules["triton"], ModuleType) else None,
         "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
     }
 
@@ -74,6 +76,8 @@ def show_versions(*, as_json: bool = False) -> None:
     if report["instruction_set"] is not None:
         _line("instruction set", f"{report['instruction_set']}, of {', '.join(report['instruction_sets'])}")
     _line("threads", str(report["threads"]))
+    if report["slow_launches"] is not None:
+        _line("slow launches", report["slow_launches"])
     for gpu in report["gpus"] or ["none"]:
         _line("GPU", gpu)
 
@@ -89,6 +93,12 @@ def _backend(name: str) -> Backend | str:
         return module
     reason = module.why_not()
     return module if reason is None else reason
+
+
+def _slow_launches() -> str | None:
+    from linrope_kernels.start import why_forgetful  # imports Triton
+
+    return why_forgetful()
 
 
 def _installed(package: str) -> str | None:

@@ -119,8 +119,9 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three segments of 64 tokens and more, as on a GPU that one sequence does not fill."""
     if not HAS_TRITON:
         return
-    from linrope_kernels import tiles
+    from linrope_kernels import repeat, tiles
 
+    monkeypatch.setattr(repeat, "_PASSES", {})
     monkeypatch.setattr(tiles, "SHORTEST_SEGMENT", 64)
     monkeypatch.setattr(tiles, "SEGMENT_MULTIPLE", 64)
     monkeypatch.setattr(tiles, "most_segments", lambda *_: 3)

@@ -5,7 +5,9 @@ linrope, and only reads the record's fields.
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +15,30 @@ from torch import Tensor
 
 from linrope_kernels import tiles
 from linrope_kernels.memory import Tokens, broadcast_rows
+from linrope_kernels.repeat import repeated
 from linrope_kernels.segments import Segments, cut_packed
 from linrope_kernels.start import start_kernel
 
 State = tuple[Tensor, Tensor]  # S (b, g, f, e) float32 and z (b, g, f) float64 or float32, contiguous
 NO_STATE = (None, None)
+
+
+_settings_of = attrgetter(
+    *("feature_map", "causal", "normalize", "eps", "eps_mode", "return_state", "unit", "layout")
+)
+_tensors_of = attrgetter(
+    *("q", "k", "v", "log_decay", "angle_steps", "write", "erase"),
+    *("positions", "key_positions", "key_mask", "cu_seqlens", "theta_turns"),
+)
+
+
+def repeat(call: Any, kind: str, others: tuple[Tensor | None, ...], run: Callable[[], Any]) -> Any:
+    """run(), a pass of the call. others: what it reads besides the call's tensors. kind: what it computes."""
+    k, tensors = call.k, (*_tensors_of(call), *others)
+    alike = [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors]
+    settings, products = _settings_of(call), tiles.precision(call.v)
+    key = kind, settings, type(call.eps), products, k.get_device(), tuple(alike)
+    return repeated(key, tensors, run)
 
 
 class _Device(NamedTuple):

@@ -1,45 +1,144 @@
 """Starts kernels, and remembers which compiled kernel belongs to which arguments.
 
-Triton looks it up anew in each launch, which takes tens of microseconds: longer than a short kernel runs.
+Triton looks it up anew in each launch, which takes tens of microseconds: longer than a short kernel runs. A launch that
+is like an earlier one skips that, and with it Triton's check that the global variables that a kernel reads have not
+changed (linrope's are constants), its hooks before a launch, and its settings for debugging.
 """
 
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import cache, lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
-MOST_LAUNCHES = 4096  # to remember: lengths of sequences may vary without end
+MOST_LAUNCHES = 4096  # to remember: shapes may vary without end
 # For each key: the compiled kernel, and the values of its constants in the order of its signature
 _LAUNCHES: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-
-
-def likeness(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a launch as a key: two launches with equal keys can run the same compiled kernel.
-
-    A tensor is replaced with what the compiled kernel depends on: its dtype, its device, and its address modulo 16.
-    Other arguments stay as they are. A tuple that begins with an integer must not contain tensors.
-    """
-    return tuple(map(_alike, args))
-
-
-def _alike(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.dtype, x.get_device(), x.data_ptr() % 16
-    if isinstance(x, tuple) and not isinstance(x[0], int):  # strides stay as they are
-        return likeness(x)
-    return x
+# Takes the place of ``start`` in passes of which repeat.py makes a record
+RECORDER: ContextVar[Callable[..., object] | None] = ContextVar("RECORDER", default=None)
 
 
 def start_kernel(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     """Starts ``programs`` programs of a kernel. constants: those of its signature by name, and Triton's options."""
-    if not programs:
-        return
-    key = kernel, likeness(args), tuple(constants.values())
+    if programs:
+        (RECORDER.get() or start)(kernel, programs, args, constants)
+
+
+def start(
+    kernel: Any, programs: int, args: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """Starts a kernel. Returns what starts it again, and all arguments of that; None: nothing can."""
+    if why_forgetful() is not None:
+        kernel[(programs,)](*args, **constants)
+        return None
+    key = kernel, likeness(args, _by_width(kernel)), tuple(constants.values())
     if (known := _LAUNCHES.get(key)) is not None:
         compiled, in_order = known
-        compiled[(programs, 1, 1)](*args, *in_order)
-        return
+        again = compiled[(programs, 1, 1)]
+        again(*args, *in_order)
+        return again, (*args, *in_order)
     compiled = kernel[(programs,)](*args, **constants)
-    if compiled is not None:  # the interpreter compiles nothing
-        if len(_LAUNCHES) == MOST_LAUNCHES:
-            _LAUNCHES.clear()
-        _LAUNCHES[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    if compiled is None:  # the interpreter compiles nothing
+        return None
+    if len(_LAUNCHES) >= MOST_LAUNCHES:
+        _LAUNCHES.clear()
+    in_order = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    _LAUNCHES[key] = compiled, in_order
+    return compiled[(programs, 1, 1)], (*args, *in_order)
+
+
+@cache
+def _by_width(kernel: Any) -> tuple[bool, ...]:
+    """For each argument, whether it is one of ``do_not_specialize``; the interpreter's kernels do not tell."""
+    return tuple(parameter.do_not_specialize for parameter in getattr(kernel, "params", ()))
+
+
+def likeness(args: tuple[Any, ...], by_width: tuple[bool, ...] = ()) -> tuple[Any, ...]:
+    """The arguments of a launch as a key: two launches with equal keys can run the same compiled kernel.
+
+    It has what a compiled kernel depends on: of a tensor the dtype, the device, and whether its address is a multiple
+    of 16; of an integer its width and, unless it is one of ``by_width``, whether it is 1 or a multiple of 16; of other
+    numbers the type.
+    """
+    found = tuple(map(_alike, args))
+    if True not in by_width:
+        return found
+    return tuple(_width(x) if wide and type(x) is int else y for x, y, wide in zip(args, found, by_width))
+
+
+def _alike(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.get_device(), x.data_ptr() % 16 == 0
+    if isinstance(x, tuple):
+        return _integers_alike(x) if x and type(x[0]) is int else tuple(map(_alike, x))
+    if type(x) is int:
+        return "one" if x == 1 else (_width(x), x % 16 == 0)
+    return None if x is None else type(x)
+
+
+@lru_cache(MOST_LAUNCHES, typed=True)
+def _integers_alike(x: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of a tuple that begins with an integer, such as strides, which has no tensors."""
+    return tuple(map(_alike, x))
+
+
+def _width(x: int) -> str:
+    return "int32" if -(2**31) <= x < 2**31 else "int64" if x < 2**63 else "uint64"
+
+
+@cache
+def why_forgetful() -> str | None:
+    """The reason why no launch is remembered; None: all are.
+
+    This release of Triton must compile one kernel for arguments that are alike, by its own account.
+    """
+    try:
+        from triton.backends.compiler import BaseBackend
+        from triton.runtime.jit import native_specialize_impl as specialized
+    except ImportError as error:
+        return f"Triton has another way to look at arguments: {error}"
+    for specialize in (True, False):
+        found: dict[Any, Any] = {}
+        for x in _examples():
+            try:
+                compiled_for = specialized(BaseBackend, x, False, specialize, True)
+            except TypeError as error:
+                return f"Triton has another way to look at arguments: {error}"
+            key = likeness((x,), (not specialize,))
+            if found.setdefault(key, compiled_for) != compiled_for:
+                return f"Triton compiles a kernel of its own for an argument of type {type(x).__name__}"
+    return None
+
+
+def _examples() -> list[Any]:
+    """Arguments of every kind that linrope's kernels take."""
+    dtypes = (
+        torch.bool,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+    tensors = [
+        torch.zeros(40, dtype=dtype, device="cpu")[first:] for dtype in dtypes for first in (0, 1, 2, 8, 16)
+    ]
+    integers = (0, 1, 2, 15, 16, 48, 2**31 - 1, 2**31, 2**31 + 1, 2**40, 2**63, -1, -(2**31), -(2**31) - 1)
+    strides = [(64, 16, 1), (64, 16, 2), (128, 32, 1), (64, 1, 16), (2**33, 16, 1), (0, 0)]
+    rows = [(x, y) for x in (*tensors, None) for y in strides]
+    return [
+        None,
+        *tensors,
+        *integers,
+        *strides,
+        *rows,
+        (tensors[0], None),
+        (None, None),
+        True,
+        False,
+        1e-6,
+        0.5,
+    ]

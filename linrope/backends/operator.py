@@ -41,7 +41,10 @@ class Operator(Generic[Record]):
     definition: ClassVar[Callable[..., Tensor] | None] = None
 
     def forward(self, record: Record, save: bool) -> Output:
-        """The results, and a list of the tensors that ``backward`` requires besides the arguments if ``save``."""
+        """The results, and a list of the tensors that ``backward`` requires besides the arguments if ``save``.
+
+        None stands for a result that the call does not have.
+        """
         raise NotImplementedError
 
     def new(self, record: Record, save: bool) -> Output:
@@ -77,7 +80,7 @@ class Operator(Generic[Record]):
         self.backward_op = new(
             f"linrope::{self.name}_backward", self.run_backward, mutates_args=(), schema=schemas[1]
         )
-        self.forward_op.register_fake(lambda *x: self.new(self.record(*x[:-1]), x[-1]))
+        self.forward_op.register_fake(lambda *x: _present(self.new(self.record(*x[:-1]), x[-1])))
         self.backward_op.register_fake(self._new_gradients)
         self.forward_op.register_autograd(self._backward, setup_context=self._setup_context)
         self.backward_op.register_autograd(_refuse, setup_context=self._keep_refusal)
@@ -101,7 +104,7 @@ class Operator(Generic[Record]):
 
     def run(self, *arguments: Any) -> Output:
         """The forward operator, which PyTorch calls."""
-        return self.forward(self.record(*arguments[:-1]), arguments[-1])
+        return _present(self.forward(self.record(*arguments[:-1]), arguments[-1]))
 
     def run_backward(self, *arguments: Any) -> list[Tensor]:
         """The backward operator, which PyTorch calls: the gradients of the inputs that are present."""
@@ -156,6 +159,12 @@ class Operator(Generic[Record]):
         y = self.definition(self.record(*inputs, *arguments[self.inputs :]))
         found = iter(torch.autograd.grad(y, wanted, g[0], create_graph=True))
         return [next(found) if x is not None and x.requires_grad else None for x in inputs]
+
+
+def _present(output: Output) -> Output:
+    """The output with an empty tensor for each absent result, because PyTorch's operators cannot return None."""
+    first = next(x for x in output if x is not None)
+    return tuple(first.new_empty(0) if x is None else x for x in output)
 
 
 def _refuse(ctx: Any, *_: Any) -> Any:

@@ -4,11 +4,13 @@ The backward pass needs q, k, v, the normalizer, the states at the starts of seg
 feature pairs, out. In Triton's interpreter (TRITON_INTERPRET=1 before Python starts) it runs CPU tensors, for tests.
 """
 
+from typing import Any
+
 import torch
 from linrope_kernels import INTERPRETED
 from linrope_kernels.forward import attend_fwd, empty_saved, reads_out
 from linrope_kernels.gradients import attend_bwd, state_bwd
-from linrope_kernels.launch import State, new_state
+from linrope_kernels.launch import NO_STATE, State, new_state, repeat
 from linrope_kernels.segments import RunningSums
 from linrope_kernels.step import step_fwd
 from torch import Tensor
@@ -35,6 +37,7 @@ CLAMPS_GATES = True
 MAPS = dict.fromkeys(("elu+1", "relu", "relu2", "exp", "silu", "identity"))  # those of linrope_kernels.pieces
 MAX_DIM = 256
 MIN_CAPABILITY = (8, 0)
+NO_PHASES = (None, None)
 
 
 def why_not() -> str | None:
@@ -98,9 +101,12 @@ def _step(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums 
         end = None
     elif end is None:
         end = new_state(call, None)
+    phases, in_place = _phases(call, angle), start is not None and end is start
+    states = start or NO_STATE if in_place else (*(start or NO_STATE), *(end or NO_STATE))
+    others, kind = (*states, slots, *(phases or NO_PHASES)), "step in place" if in_place else "step"
     with torch.cuda.device_of(call.k):
-        out = step_fwd(call, _phases(call, angle), start, end, slots)
-    if start is not None and end is start:
+        out = repeat(call, kind, others, lambda: step_fwd(call, phases, start, end, slots))
+    if start is not None and in_place:
         increment_version(start)  # autograd does not see what kernels write
     return out, None if end is None else Sums(*end, call.last_angle(angle))
 
@@ -129,8 +135,11 @@ def new_saved(call: Call) -> list[Tensor]:
 def forward(call: Call, sums: Sums | None, save: bool) -> Results:
     """out (b, n, h, e), the last kv and z if wanted, and the tensors that ``new_saved`` describes."""
     start, angle = _start(sums)
+    phases, kind = _phases(call, angle), "forward, which saves" if save else "forward"
+    others = *(start or NO_STATE), *(phases or NO_PHASES)
     with torch.cuda.device_of(call.k):
-        return attend_fwd(call, _phases(call, angle), start, save)
+        results: Results = repeat(call, kind, others, lambda: attend_fwd(call, phases, start, save))
+        return results
 
 
 def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradients) -> Gradients:
@@ -145,12 +154,17 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
             torch.zeros_like(kv) if g.kv is None else g.kv.contiguous(),
             torch.zeros_like(z) if g.z is None else g.z.contiguous(),
         )
-    with torch.cuda.device_of(call.k):
+    phases = _phases(call, angle)
+    others = *(start or NO_STATE), *(phases or NO_PHASES), g_out, *(g_end or NO_STATE), out, *saved
+
+    def run() -> Any:
         if g_out is None:  # only the last state has a gradient
             assert g_end is not None
-            d = state_bwd(call, _phases(call, angle), start, g_end)
-        else:
-            d = attend_bwd(call, _phases(call, angle), start, saved, out, g_out, g_end)
+            return state_bwd(call, phases, start, g_end)
+        return attend_bwd(call, phases, start, saved, out, g_out, g_end)
+
+    with torch.cuda.device_of(call.k):
+        d = repeat(call, "backward", others, run)
     d_kv, d_z = d.start or (None, None)
     return Gradients(
         q=d.q,

@@ -27,5 +27,9 @@ class Constant:
             self._copies[device] = copy
         return self._copies[device]
 
+    def is_copy(self, x: Tensor) -> bool:
+        """True if x is one of the tensors that ``on`` returns to all callers."""
+        return x is self._values or x is self._copies.get(x.device)
+
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_copies": {}}  # a pickled or deep copy fills its own cache

@@ -4,6 +4,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+_UNCHANGED = nullcontext()  # made once: in a short call, making one takes noticeable time
+
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Turns autocast off on this device. The meta device has no autocast to turn off.
@@ -15,5 +17,5 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
     torch.float32
     """
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return nullcontext()
+        return _UNCHANGED
     return torch.autocast(device.type, enabled=False)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def attend(call: Call, through: Computation | None = None) -> tuple[Tensor, Line
             if not in_place or (native.fits_in_place(state) and _angle_fits(call)):
                 return _step(call, plan, state, in_place)
         checks.check_values(call)
-        identity, tokens = _identity(call, plan), positions.resolve(call)
+        identity, tokens = _identity(call, plan), plan.tokens or positions.resolve(call)
     except ValueError as error:
         if head_first.suspected(call):
             raise ValueError(f"{error}; {head_first.HINT}") from None
@@ -94,31 +95,9 @@ def _attend(
     call: Call, plan: Plan, identity: str, tokens: Tokens, through: Computation | None
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """Any call: q and k become features, a backend computes out and the sums, and these the next state."""
-    features = map_features(call, plan, tokens)
-    k, state, stabilized = features.k, call.state, None
-    # The first call of a plan does not know its backend yet.
-    clamps = features.k_scale is not None or plan.backend is None or not plan.backend.CLAMPS_GATES
-    log_decay = log_decay_of_tokens(call.decay, call.log_decay, call.key_mask, tokens, k.shape[1], clamps)
-    angle_steps = steps_of_tokens(call.angle_steps, call.key_mask, state, tokens)
-    if features.k_scale is not None:
-        stabilized = stabilize(call, tokens, k, features.k_scale, log_decay, features.elementwise == "exp")
-        k, log_decay, state = stabilized.k, stabilized.log_decay, stabilized.state
-    resolved = call.changed(
-        q=features.q,
-        k=k,
-        feature_map=features.elementwise,
-        unit=plan.unit,
-        log_decay=log_decay,
-        decay=None,
-        angle_steps=angle_steps,
-        erase=None if call.erase is None else zero_hidden(call.erase, call.key_mask),
-        positions=tokens.positions,
-        key_positions=tokens.key_positions,
-        theta_turns=plan.theta_turns,
-        layout=plan.layout,
-        xpos_log_decay=plan.xpos_log_decay,
-        distances=None if plan.xpos_log_decay is None else distances(tokens, k.shape[1]),
-    )
+    known = plan.resolved
+    prepared = _prepare(call, plan, tokens) if known is None else Prepared(call.changed(**known))
+    resolved, state, stabilized = prepared.call, prepared.state, prepared.stabilized
     in_place = _writes_in_place(resolved)
     resolved.return_state = call.return_state or in_place
     if plan.backend is None:
@@ -129,20 +108,64 @@ def _attend(
     out, sums = compute(resolved, state)
     if out.dtype != call.v.dtype:  # expanded values may be wider
         out = out.to(call.v.dtype)
-    if stabilized is not None and features.q_scale is not None and not call.normalize:
-        out = _rescaled(out, features.q_scale, stabilized, resolved.group)
+    if stabilized is not None and prepared.q_scale is not None and not call.normalize:
+        out = _rescaled(out, prepared.q_scale, stabilized, resolved.group)
     if sums is None:
         return out, None
     tensors = {
         "position": positions.next_positions(call, tokens),
         "log_scale": None if stabilized is None else stabilized.last_maximum,
         "angle_gradient_path": None
-        if angle_steps is None
-        else gradient_path(angle_steps, call.state, tokens),
+        if resolved.angle_steps is None
+        else gradient_path(resolved.angle_steps, call.state, tokens),
     }
     if call.state is not None and in_place:
         return out, _overwritten(call.state, sums, identity, **tensors)
     return out, LinearAttentionState(**sums._asdict(), identity=identity, **tensors)  # type: ignore[arg-type]
+
+
+class Prepared(NamedTuple):
+    """The call that a backend gets, and the state that it continues from."""
+
+    call: Call
+    state: LinearAttentionState | None = None
+    stabilized: Stabilized | None = None
+    q_scale: Tensor | None = None
+
+
+def _prepare(call: Call, plan: Plan, tokens: Tokens) -> Prepared:
+    """Maps q and k, apart from an elementwise map, and brings gates and steps into the form that backends take."""
+    features = map_features(call, plan, tokens)
+    k, state, stabilized = features.k, call.state, None
+    # The first call of a plan does not know its backend yet.
+    clamps = features.k_scale is not None or plan.backend is None or not plan.backend.CLAMPS_GATES
+    log_decay = log_decay_of_tokens(call.decay, call.log_decay, call.key_mask, tokens, k.shape[1], clamps)
+    angle_steps = steps_of_tokens(call.angle_steps, call.key_mask, state, tokens)
+    if features.k_scale is not None:
+        stabilized = stabilize(call, tokens, k, features.k_scale, log_decay, features.elementwise == "exp")
+        k, log_decay, state = stabilized.k, stabilized.log_decay, stabilized.state
+    fixed = {
+        "feature_map": features.elementwise,
+        "unit": plan.unit,
+        "positions": tokens.positions,
+        "key_positions": tokens.key_positions,
+        "theta_turns": plan.theta_turns,
+        "layout": plan.layout,
+        "xpos_log_decay": plan.xpos_log_decay,
+        "distances": None if plan.xpos_log_decay is None else distances(tokens, k.shape[1]),
+    }
+    if plan.steady and positions.are_constant(tokens):
+        plan.tokens, plan.resolved = tokens, fixed
+    resolved = call.changed(
+        q=features.q,
+        k=k,
+        log_decay=log_decay,
+        decay=None,
+        angle_steps=angle_steps,
+        erase=None if call.erase is None else zero_hidden(call.erase, call.key_mask),
+        **fixed,
+    )
+    return Prepared(resolved, state, stabilized, features.q_scale)
 
 
 def _rescaled(out: Tensor, q_scale: Tensor, stabilized: Stabilized, group: int) -> Tensor:

@@ -7,6 +7,7 @@ has made. Numbers are checked in every call: by ``operation.checks``, or by the 
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from linrope.feature_maps.unit import UnitMap
 from linrope.operation import checks, head_first
 from linrope.recurrence.call import Call, Inputs, Settings, TokenLayout
 from linrope.recurrence.identities import WITHOUT_Z
+from linrope.recurrence.packing import Tokens
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
@@ -44,6 +46,12 @@ class Plan:
     backend: Backend | None = None  # ``backends.choose`` looks at the features: the first call fills it in
     # For one more token of each sequence, without a mask, packing or positions of its own
     step: native.Step | None = None
+    # True: the call has nothing that its tokens' positions, or what a backend gets besides its tensors, depend on.
+    steady: bool = False
+    tokens: Tokens | None = None  # if steady, both of these: the first call fills them in
+    resolved: dict[str, Any] | None = (
+        None  # the fields that a backend's call does not share with the caller's
+    )
 
 
 def plan_of(call: Call) -> Plan:
@@ -140,18 +148,25 @@ def _make(call: Call, traced: bool) -> Plan:
         or isinstance(backends.first_of(call.backend, resolved, state), str)
     ):
         plan.elementwise, plan.unit = None, 0
-    is_step = (
+    by_kernel = (
         not traced
         and plan.elementwise is not None
-        and state is not None
-        and call.q is not None
-        and call.k.shape[1] == 1
-        and call.causal
-        and call.positions is call.key_positions is call.key_mask is call.cu_seqlens is None
+        and call.positions is call.key_positions is call.cu_seqlens is None
         and (
             rotary is None
             or (by_features and rotary.attention_factor == 1 and rotary.axes is rotary.xpos is None)
         )
+    )
+    plan.steady = (
+        by_kernel and call.state is call.decay is call.log_decay is call.angle_steps is call.erase is None
+    )
+    is_step = (
+        by_kernel
+        and state is not None
+        and call.q is not None
+        and call.k.shape[1] == 1
+        and call.causal
+        and call.key_mask is None
     )
     if is_step:
         plan.backend = backends.choose(call.backend, resolved, state)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from linrope.common.argument_checks import check_integer_tensors
 from linrope.common.constants import Constant
-from linrope.common.tracing import plain, values_readable
+from linrope.common.tracing import traced, values_readable
 from linrope.recurrence.call import Call
 from linrope.recurrence.packing import Tokens, at_last, owners, previous, rising_bounds
 from linrope.recurrence.state import LinearAttentionState
@@ -68,7 +68,7 @@ def resolve_positions(
         raise ValueError(f"{name}: got None, expected coordinates, as the rotation has axes={axes}")
     uses_default = positions is None or (key_positions is None and m != n)
     consecutive = None
-    if start is None and bounds is None and plain([keys]):
+    if start is None and bounds is None and _takes_constants(keys):
         start, consecutive = _ZERO.on(keys.device), _ZERO_ROW.on(keys.device)
     elif start is None:
         start = torch.zeros(1 if bounds is None else len(bounds) - 1, dtype=torch.int64, device=keys.device)
@@ -90,6 +90,18 @@ def resolve_positions(
     if key_positions is not None:
         of_keys = _check_positions("key_positions", key_positions, start, b, m, axes)
     return Tokens(bounds, start, of_queries, None if of_keys is of_queries and m == n else of_keys)
+
+
+def _takes_constants(keys: Tensor) -> bool:
+    """False while tracing, and while a CUDA graph is captured, which would not copy them to its device."""
+    if keys.device.type == "cpu":
+        return values_readable(keys)
+    return not traced(keys) and not (keys.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def are_constant(tokens: Tokens) -> bool:
+    """True if all calls that have no state and no positions of their own can share these tokens."""
+    return _ZERO.is_copy(tokens.start)
 
 
 def spell_out_positions(tokens: Tokens, q: Tensor | None, k: Tensor) -> tuple[Tensor, Tensor]:

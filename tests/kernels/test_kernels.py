@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from linrope_kernels import INTERPRETED, log_decay, tiles
+from linrope_kernels import INTERPRETED, log_decay, repeat, tiles
 from linrope_kernels.launch import cut
 
 from linrope import Rotary, linear_rope_attention
@@ -88,6 +88,7 @@ def test_a_float64_state_is_refused() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_of_gates_over_many_anchors(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_decay, "ANCHOR", 16)
+    monkeypatch.setattr(repeat, "_PASSES", {})
     b, n, generator = (1, 100, torch.Generator().manual_seed(0)) if packed else (2, 50, torch.Generator())
     q, k, v = randoms(b, n, 1, 16, e=8, dtype=torch.float32)
     gates = -0.2 * torch.rand(b, n, 1, generator=generator).square()
