@@ -154,7 +154,7 @@ def _prepare(call: Call, plan: Plan, tokens: Tokens) -> Prepared:
         "xpos_log_decay": plan.xpos_log_decay,
         "distances": None if plan.xpos_log_decay is None else distances(tokens, k.shape[1]),
     }
-    if plan.steady and positions.are_constant(tokens):
+    if plan.steady and log_decay is call.log_decay and positions.are_constant(tokens):
         plan.tokens, plan.resolved = tokens, fixed
     resolved = call.changed(
         q=features.q,

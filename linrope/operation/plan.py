@@ -157,9 +157,7 @@ def _make(call: Call, traced: bool) -> Plan:
             or (by_features and rotary.attention_factor == 1 and rotary.axes is rotary.xpos is None)
         )
     )
-    plan.steady = (
-        by_kernel and call.state is call.decay is call.log_decay is call.angle_steps is call.erase is None
-    )
+    plan.steady = by_kernel and call.state is call.decay is call.angle_steps is call.erase is None
     is_step = (
         by_kernel
         and state is not None

@@ -108,7 +108,7 @@ CASES: list[tuple[Arguments, int]] = [  # and how many of the two passes are rep
     ({"state": True}, 2),
     ({"return_state": True}, 2),
     ({"steps": True}, 1),
-    ({"gates": True}, 1),
+    ({"gates": True}, 2),
     ({"packed": True}, 0),
 ]
 
