@@ -3,6 +3,8 @@
 The products have the precision of float32, unless x and W are both half precision, whose products are exact.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -115,50 +117,51 @@ def gates_bwd_kernel(
         tl.store(D_BIAS + part * HEADS + head, d_bias, mask=head < HEADS)
 
 
-def _sizes(x: Tensor, weight: Tensor) -> tuple[Tensor, str, int]:
-    """x as (b n, dim), the precision of products, and the heads in a tile."""
-    half = x.dtype.itemsize == weight.dtype.itemsize == 2
-    x = x.reshape(-1, x.shape[2])
-    return (
-        x if x.stride(1) == 1 else x.contiguous(),
-        "tf32" if half else "tf32x3",
-        power_of_two_from_16(len(weight)),
-    )
+def _constants(call: Any) -> dict[str, Any]:
+    half = call.x.dtype.itemsize == call.weight.dtype.itemsize == 2
+    heads, dim = call.weight.shape
+    return {
+        "HEADS": heads, "DIM": dim, "SIGMOID": call.activation == "sigmoid", "DOT": "tf32" if half else "tf32x3",
+        "G": power_of_two_from_16(heads),
+    }  # fmt: skip
 
 
-def gates_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor, activation: str, y: Tensor, complement: Tensor | None
-) -> None:
-    """Writes y and, if wanted, 1 - e^y, (b, n, heads) float32."""
-    (x, dot, heads), chunk = _sizes(x, weight), 32
+def _in_rows(x: Tensor) -> Tensor:
+    """x (b, n, dim) with all tokens equally far from one another."""
+    b, n, _ = x.shape
+    regular = x.stride(2) == 1 and (b == 1 or x.stride(0) == n * x.stride(1))
+    return x if regular else x.contiguous()
+
+
+def gates_fwd(call: Any) -> tuple[Tensor, Tensor | None]:
+    """y and, if wanted, 1 - e^y, (b, n, heads) float32. call: the record of linrope/ops/gates.py."""
+    (b, n, _), x = call.x.shape, _in_rows(call.x)
+    y = x.new_empty(b, n, call.weight.shape[0], dtype=torch.float32)
+    complement = torch.empty_like(y) if call.complement else None
     start_kernel(
-        gates_fwd_kernel, -(-len(x) // chunk), x, x.stride(0), weight.contiguous(), bias.contiguous(), y, complement,
-        len(x), HEADS=len(weight), DIM=x.shape[1], SIGMOID=activation == "sigmoid", DOT=dot,
-        C=chunk, G=heads, K=64, STAGES=3, num_warps=4, num_stages=3,
+        gates_fwd_kernel, -(-b * n // 32), x, x.stride(1), call.weight.contiguous(), call.bias.contiguous(), y,
+        complement, b * n, **_constants(call), C=32, K=64, STAGES=3, num_warps=4, num_stages=3,
     )  # fmt: skip
+    return y, complement
 
 
-def gates_bwd(
-    x: Tensor, weight: Tensor, bias: Tensor, activation: str, y: Tensor, dy: Tensor | None, d_complement: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def gates_bwd(call: Any, y: Tensor, dy: Tensor | None, d_complement: Tensor | None) -> list[Tensor]:
     """The gradients of x, weight and bias, each in its dtype."""
-    dx, d_weight, d_bias = (
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, weight, bias)
-    )
-    (x, dot, heads), columns = _sizes(x, weight), 32
-    chunk, warps = (32, 4) if heads <= 64 else (16, 8)  # W and its gradient stay in registers
-    if not len(x):
-        return dx, d_weight.zero_(), d_bias.zero_()
-    blocks, pieces = -(-x.shape[1] // columns), -(-len(x) // chunk)
+    (b, n, dim), heads, x = call.x.shape, call.weight.shape[0], _in_rows(call.x)
+    dx, d_weight, d_bias = (t.new_empty(t.shape) for t in (call.x, call.weight, call.bias))
+    if b * n == 0:
+        return [dx, d_weight.zero_(), d_bias.zero_()]
+    chunk, columns, warps = (
+        (32, 32, 4) if heads <= 64 else (16, 32, 8)
+    )  # W and its gradient stay in registers
+    blocks, pieces = -(-dim // columns), -(-b * n // chunk)
     tiles = -(-pieces // min(pieces, MOST_SUMS, -(-ENOUGH_PROGRAMS // blocks)))
     parts = -(-pieces // tiles)
-    weight_sums = y.new_empty(parts, weight.numel())
-    bias_sums = y.new_empty(parts, len(bias))
-    dy, d_complement = (None if t is None else t.contiguous() for t in (dy, d_complement))
+    weight_sums, bias_sums = y.new_empty(parts, heads * dim), y.new_empty(parts, heads)
+    gradients = [None if t is None else t.contiguous() for t in (dy, d_complement)]
     start_kernel(
-        gates_bwd_kernel, blocks * parts, x, x.stride(0), weight.contiguous(), y, dy, d_complement, dx, weight_sums,
-        bias_sums, len(x), tiles, HEADS=len(weight), DIM=x.shape[1], SIGMOID=activation == "sigmoid", DOT=dot,
-        C=chunk, G=heads, K=columns, num_warps=warps,
+        gates_bwd_kernel, blocks * parts, x, x.stride(1), call.weight.contiguous(), y, *gradients, dx, weight_sums,
+        bias_sums, b * n, tiles, **_constants(call), C=chunk, K=columns, num_warps=warps,
     )  # fmt: skip
     sum_rows(weight_sums, d_weight, bias_sums, d_bias)
-    return dx, d_weight, d_bias
+    return [dx, d_weight, d_bias]

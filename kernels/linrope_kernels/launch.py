@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linrope_kernels import tiles
 from linrope_kernels.memory import Tokens, broadcast_rows
-from linrope_kernels.repeat import repeated
+from linrope_kernels.repeat import repeat_alike
 from linrope_kernels.segments import Segments, cut_packed
 from linrope_kernels.start import start_kernel
 
@@ -34,11 +34,8 @@ _tensors_of = attrgetter(
 
 def repeat(call: Any, kind: str, others: tuple[Tensor | None, ...], run: Callable[[], Any]) -> Any:
     """run(), a pass of the call. others: what it reads besides the call's tensors. kind: what it computes."""
-    k, tensors = call.k, (*_tensors_of(call), *others)
-    alike = [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors]
-    settings, products = _settings_of(call), tiles.precision(call.v)
-    key = kind, settings, type(call.eps), products, k.get_device(), tuple(alike)
-    return repeated(key, tensors, run)
+    settings = kind, _settings_of(call), type(call.eps), tiles.precision(call.v)
+    return repeat_alike(settings, (*_tensors_of(call), *others), run)
 
 
 class _Device(NamedTuple):

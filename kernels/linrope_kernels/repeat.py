@@ -26,7 +26,24 @@ ONCE, NEVER = "seen once", "not to be repeated"  # instead of a function
 
 _MAKES = frozenset((Tensor.new_empty, torch.empty_like))
 _FACTS: tuple[Any, ...] = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.is_cuda)
-_READS = frozenset((Tensor.stride, Tensor.get_device, torch.sym_max, *(fact.__get__ for fact in _FACTS)))
+_READS = frozenset(
+    (Tensor.stride, Tensor.get_device, Tensor.numel, torch.sym_max, *(fact.__get__ for fact in _FACTS))
+)
+
+
+def repeat_alike(settings: Hashable, tensors: Sequence[Tensor | None], run: Callable[[], Any]) -> Any:
+    """``repeated`` for a pass that depends on these settings and on what the tensors look like."""
+    alike = [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors]
+    device = next(x.get_device() for x in tensors if x is not None)
+    return repeated((settings, device, tuple(alike)), tensors, run)
+
+
+def repeat_launcher(launcher: Callable[..., Any], record: Sequence[Any], *others: Tensor | None) -> Any:
+    """launcher(record, *others), for a record of tensors and settings."""
+    flat = *record, *others
+    tensors = [x if isinstance(x, Tensor) else None for x in flat]
+    settings = tuple([None if isinstance(x, Tensor) else x for x in flat])
+    return repeat_alike((launcher, settings), tensors, lambda: launcher(record, *others))
 
 
 def repeated(key: Hashable, tensors: Sequence[Tensor | None], run: Callable[[], Any]) -> Any:

@@ -77,10 +77,19 @@ def _why_not(name: str, tensors: list[Tensor]) -> str | None:
     return triton.why_not_on(device)
 
 
+def launch(module: str, launcher: str, record: Sequence[Any], *others: Tensor | None) -> Any:
+    """Calls a launcher of the Triton kernels. record: an operator's arguments, of which the first is a tensor."""
+    repeat, run = _launcher(module, launcher)
+    with torch.cuda.device_of(record[0]):
+        return repeat(run, record, *others)
+
+
 @cache
-def launchers(name: str) -> Any:
-    """The module of linrope_kernels, which imports Triton."""
-    return import_module(f"linrope_kernels.{name}")
+def _launcher(module: str, name: str) -> tuple[Any, Any]:
+    """``repeat_launcher``, and a function of linrope_kernels, which imports Triton."""
+    from linrope_kernels.repeat import repeat_launcher
+
+    return repeat_launcher, getattr(import_module(f"linrope_kernels.{module}"), name)
 
 
 def with_dense_rows(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Gates: a number from each token for each head, which says how much of the past to keep, write or erase."""
 
-from typing import Any, NamedTuple, get_type_hints
+from typing import NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from linrope.backends.operator import Operator, Output, Tensors
 from linrope.common.argument_checks import check_name
 from linrope.common.precision import full_precision
 from linrope.common.tracing import check_not_in_onnx
-from linrope.ops.arguments import check_dense, check_shape, choose, launchers
+from linrope.ops.arguments import check_dense, check_shape, choose, launch
 
 ACTIVATIONS = ("log_sigmoid", "sigmoid")
 MOST_HEADS = 128  # of the Triton kernel
@@ -149,26 +149,18 @@ class _GateOperator(Operator[_Gates]):
         return y, torch.empty_like(y) if record.complement else y.new_empty(0), []
 
     def forward(self, record: _Gates, save: bool) -> Output:
-        y, complement, saved = self.new(record, save)
-        with torch.cuda.device_of(record.x):
-            launchers("gates").gates_fwd(*record[:4], y, complement if record.complement else None)
-        return y, complement, saved
+        y, complement = launch("gates", "gates_fwd", record)
+        return y, y.new_empty(0) if complement is None else complement, []
 
     def reads_results(self, record: _Gates) -> bool:
         return True
 
     def backward(self, record: _Gates, saved: list[Tensor], g: Tensors) -> Tensors:
         dy, d_complement = g
-        with torch.cuda.device_of(record.x):
-            found: Any = launchers("gates").gates_bwd(
-                *record[:2],
-                record.bias,
-                record.activation,
-                saved[0],
-                dy,
-                d_complement if record.complement else None,
-            )
-        return list(found)
+        found: Tensors = launch(
+            "gates", "gates_bwd", record, saved[0], dy, d_complement if record.complement else None
+        )
+        return found
 
 
 _GATES = _GateOperator()
