@@ -76,8 +76,8 @@ def merged(call: Any) -> bool:
 
 def blocks_of(call: Any, name: str) -> tuple[int, int]:
     """How many programs share the pairs, and the values, of a head."""
-    tile, pairs, e = tile_of(call, name), (call.k.shape[3] + 1) // 2, call.v.shape[3]
-    return -(-pairs // (tile.pair_parts * tile.pairs)), -(-e // (tile.value_parts * tile.values))
+    f, e = int(call.k.shape[3]), int(call.v.shape[3])
+    return tiles.blocks(name, f, e, *_table(call))
 
 
 def launch(call: Any, kernel: Any, name: str, copies: int, *args: Any, **constants: Any) -> None:
