@@ -23,13 +23,13 @@ State = tuple[Tensor, Tensor]  # S (b, g, f, e) float32 and z (b, g, f) float64 
 NO_STATE = (None, None)
 
 
-_settings_of = attrgetter(
-    *("feature_map", "causal", "normalize", "eps", "eps_mode", "return_state", "unit", "layout")
-)
-_tensors_of = attrgetter(
+# All fields of a call that a backend receives, but those of xPos, which these kernels do not compute
+SETTINGS = ("feature_map", "causal", "normalize", "eps", "eps_mode", "return_state", "unit", "layout")
+TENSORS = (
     *("q", "k", "v", "log_decay", "angle_steps", "write", "erase"),
     *("positions", "key_positions", "key_mask", "cu_seqlens", "theta_turns"),
 )
+_settings_of, _tensors_of = attrgetter(*SETTINGS), attrgetter(*TENSORS)
 
 
 def repeat(call: Any, kind: str, others: tuple[Tensor | None, ...], run: Callable[[], Any]) -> Any:
