@@ -31,7 +31,7 @@ def versions() -> dict[str, Any]:
     from linrope import __version__  # at call time, since linrope imports this module
 
     modules = {name: _backend(name) for name in backends.NAMES if name != "auto"}
-    native = modules["native"]
+    native, triton = modules["native"], modules["triton"]
     sets, in_use = [], None
     if isinstance(native, ModuleType):
         sets, in_use = native.instruction_sets(), native.instruction_set()
@@ -49,7 +49,7 @@ def versions() -> dict[str, Any]:
         "instruction_sets": sets,
         "instruction_set": in_use,
         "threads": torch.get_num_threads(),
-        "slow_launches": _slow_launches() if isinstance(modules["triton"], ModuleType) else None,
+        "slow_launches": triton.why_slow_launches() if isinstance(triton, ModuleType) else None,
         "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
     }
 
@@ -93,12 +93,6 @@ def _backend(name: str) -> Backend | str:
         return module
     reason = module.why_not()
     return module if reason is None else reason
-
-
-def _slow_launches() -> str | None:
-    from linrope_kernels.start import why_forgetful  # imports Triton
-
-    return why_forgetful()
 
 
 def _installed(package: str) -> str | None:

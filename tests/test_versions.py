@@ -75,3 +75,14 @@ def test_gpus_are_named_and_triton_asks_for_one(devices, capability, reason, mon
 def test_the_json_holds_what_versions_returns(capsys: pytest.CaptureFixture[str]) -> None:
     show_versions(as_json=True)
     assert json.loads(capsys.readouterr().out) == versions()
+
+
+@pytest.mark.parametrize("reason", [None, "Triton has another way to look at arguments"])
+def test_slow_launches_are_told(reason, monkeypatch, capsys) -> None:
+    module = ModuleType("linrope.backends.triton")
+    module.why_not, module.why_slow_launches = lambda: None, lambda: reason
+    monkeypatch.setattr(backends, "load", lambda name: module if name == "triton" else "absent")
+    assert versions()["slow_launches"] == reason
+    show_versions()
+    line = f"slow launches     {reason}\n"
+    assert (line in capsys.readouterr().out) == (reason is not None)

@@ -130,4 +130,5 @@ def tile_row(on: Machine, key: Key, case: AttentionCase, expected: tuple[Tensor,
 def forget() -> None:
     """Makes the next call look at the table."""
     table.tile.cache_clear()
+    table.blocks.cache_clear()
     repeat.forget()

@@ -23,13 +23,13 @@ State = tuple[Tensor, Tensor]  # S (b, g, f, e) float32 and z (b, g, f) float64 
 NO_STATE = (None, None)
 
 
-_settings_of = attrgetter(
-    *("feature_map", "causal", "normalize", "eps", "eps_mode", "return_state", "unit", "layout")
-)
-_tensors_of = attrgetter(
+# All fields of a call that a backend receives, but those of xPos, which these kernels do not compute
+SETTINGS = ("feature_map", "causal", "normalize", "eps", "eps_mode", "return_state", "unit", "layout")
+TENSORS = (
     *("q", "k", "v", "log_decay", "angle_steps", "write", "erase"),
     *("positions", "key_positions", "key_mask", "cu_seqlens", "theta_turns"),
 )
+_settings_of, _tensors_of = attrgetter(*SETTINGS), attrgetter(*TENSORS)
 
 
 def repeat(call: Any, kind: str, others: tuple[Tensor | None, ...], run: Callable[[], Any]) -> Any:
@@ -73,8 +73,8 @@ def merged(call: Any) -> bool:
 
 def blocks_of(call: Any, name: str) -> tuple[int, int]:
     """How many programs share the pairs, and the values, of a head."""
-    tile, pairs, e = tile_of(call, name), (call.k.shape[3] + 1) // 2, call.v.shape[3]
-    return -(-pairs // (tile.pair_parts * tile.pairs)), -(-e // (tile.value_parts * tile.values))
+    f, e = int(call.k.shape[3]), int(call.v.shape[3])
+    return tiles.blocks(name, f, e, *_table(call))
 
 
 def launch(call: Any, kernel: Any, name: str, copies: int, *args: Any, **constants: Any) -> None:

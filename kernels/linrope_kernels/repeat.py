@@ -53,13 +53,11 @@ def repeated(key: Hashable, tensors: Sequence[Tensor | None], run: Callable[[], 
     tensors. New tensors follow from these, as PyTorch allocates memory at multiples of 16.
     """
     known = _PASSES.get(key)
+    if known is None and why_forgetful() is None:
+        if len(_PASSES) >= MOST_PASSES:
+            _PASSES.clear()
+        _PASSES[key] = ONCE  # a record takes as long as many passes: a length that never returns gets none
     if known is None or known is NEVER:
-        if known is None and why_forgetful() is None:
-            if len(_PASSES) >= MOST_PASSES:
-                _PASSES.clear()
-            _PASSES[key] = (
-                ONCE  # a record takes as long as many passes: of a length that never returns there is none
-            )
         return run()
     if known is not ONCE:
         return known(*tensors)  # type: ignore[operator]
@@ -125,24 +123,24 @@ class _Recording(TorchFunctionMode):
         self.constants[name] = x
         return name
 
-    def _written(self, x: Any, names: set[str]) -> str:
-        """An expression for x; names: those in it are added."""
+    def _written(self, x: Any, names: set[str], *, result: bool = False) -> str:
+        """An expression for x; names: those in it are added. A compiled kernel takes any tuple for a named one."""
         if isinstance(x, Tensor):
             name = self.names.get(id(x))
             self.complete &= name is not None  # else something but the pass made it
             names.add(name or "None")
             return name or "None"
         if isinstance(x, (tuple, list)):
-            inside = "".join(f"{self._written(y, names)}, " for y in x)
-            return f"[{inside}]" if isinstance(x, list) else f"({inside})"
+            inside = "".join(f"{self._written(y, names, result=result)}, " for y in x)
+            if isinstance(x, list):
+                return f"[{inside}]"
+            return (self._constant(type(x)) if result and type(x) is not tuple else "") + f"({inside})"
         return repr(x) if x is None or type(x) in (bool, int, float, str) else self._constant(x)
 
     def function(self, results: Any) -> Callable[..., Any] | str:
         """The pass as a function of its tensors, or NEVER: it does what cannot be written down."""
-        named = isinstance(results, tuple) and type(results) is not tuple
-        kind = self._constant(type(results)) if named else ""
         last: set[str] = set()
-        lines = [f"return {kind}{self._written(results, last)}"]
+        lines = [f"return {self._written(results, last, result=True)}"]
         if not self.complete:
             return NEVER
         for line, names in reversed(self.lines):

@@ -160,6 +160,13 @@ def tile(kernel: str, f: int, e: int, dot: str, capability: int, decay: bool) ->
     return entry._replace(pair_parts=parts[0], value_parts=parts[1])
 
 
+@cache
+def blocks(kernel: str, f: int, e: int, dot: str, capability: int, decay: bool) -> tuple[int, int]:
+    """How many programs share the feature pairs, and the values, of a head."""
+    own = tile(kernel, f, e, dot, capability, decay)
+    return -(-((f + 1) // 2) // (own.pair_parts * own.pairs)), -(-e // (own.value_parts * own.values))
+
+
 def size_of(f: int, e: int) -> int:
     """The size in TABLE of heads of f features and e values."""
     return max(64, 2 * power_of_two_from_16((f + 1) // 2), power_of_two_from_16(e))

@@ -47,7 +47,8 @@ def flatten(backend: str, call: Call, sums: Sums | None) -> tuple[Any, ...]:
 
 def _unflatten(*arguments: Any) -> _BackendCall:
     named = dict(zip(_ARGUMENTS, arguments))
-    backend, kv, z, angle = (named.pop(name) for name in ("backend", *Sums._fields))
+    take = named.pop
+    backend, kv, z, angle = take("backend"), take("kv"), take("z"), take("angle")
     # Changing a call takes a fraction of the time to make one.
     return _BackendCall(backend, _BLANK.changed(**named), None if kv is None else Sums(kv, z, angle))
 

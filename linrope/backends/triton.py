@@ -12,6 +12,7 @@ from linrope_kernels.forward import attend_fwd, empty_saved, reads_out
 from linrope_kernels.gradients import attend_bwd, state_bwd
 from linrope_kernels.launch import NO_STATE, State, new_state, repeat
 from linrope_kernels.segments import RunningSums
+from linrope_kernels.start import why_forgetful
 from linrope_kernels.step import step_fwd
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -50,6 +51,11 @@ def why_not() -> str | None:
     if all(torch.cuda.get_device_capability(gpu) < MIN_CAPABILITY for gpu in gpus):
         return "no GPU here has compute capability 8.0 or more"
     return None
+
+
+def why_slow_launches() -> str | None:
+    """The reason why Triton looks up the compiled kernel of each launch; None: linrope_kernels remembers it."""
+    return why_forgetful()
 
 
 def why_not_on(device: torch.device) -> str | None:

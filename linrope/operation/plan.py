@@ -148,7 +148,7 @@ def _make(call: Call, traced: bool) -> Plan:
         or isinstance(backends.first_of(call.backend, resolved, state), str)
     ):
         plan.elementwise, plan.unit = None, 0
-    by_kernel = (
+    by_kernel = (  # it applies the map, and rotates by consecutive positions
         not traced
         and plan.elementwise is not None
         and call.positions is call.key_positions is call.cu_seqlens is None
@@ -157,7 +157,8 @@ def _make(call: Call, traced: bool) -> Plan:
             or (by_features and rotary.attention_factor == 1 and rotary.axes is rotary.xpos is None)
         )
     )
-    plan.steady = by_kernel and call.state is call.decay is call.angle_steps is call.erase is None
+    numbers = call.decay, call.angle_steps, call.erase
+    plan.steady = by_kernel and state is None and all(x is None for x in numbers)
     is_step = (
         by_kernel
         and state is not None

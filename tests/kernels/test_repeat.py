@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from linrope_kernels import INTERPRETED, repeat, start
+from linrope_kernels import INTERPRETED, launch, repeat, start
 from linrope_kernels.forward import scan_fwd_kernel
 from linrope_kernels.repeat import repeated
 from linrope_kernels.start import likeness, start_kernel
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from linrope.backends.protocol import XPOS
+from linrope.recurrence.call import RECEIVED
 from tests.support.oracle import random_state, randoms
 
 pytestmark = [
@@ -142,6 +144,10 @@ def test_also_with_states_before_segments(compiled: list[Compiled]) -> None:
     repeat.forget()
     for x, y in zip(actual[2], results(inputs(1, 1, 200), {"mask": True}, 1), strict=True):
         assert torch.equal(x, y)
+
+
+def test_the_key_has_every_field_that_a_backend_receives() -> None:
+    assert {*launch.SETTINGS, *launch.TENSORS} == RECEIVED.keys() - XPOS
 
 
 def unaligned(x: torch.Tensor) -> torch.Tensor:
