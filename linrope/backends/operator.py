@@ -37,11 +37,15 @@ class Operator(Generic[Record]):
     inputs: ClassVar[int]  # how many arguments have gradients
     results: ClassVar[int] = 1
     record: ClassVar[Callable[..., Any]]  # makes a record of the arguments
-    # Computes the result of a record in plain PyTorch. Second derivatives go through it; None: they are refused.
-    definition: ClassVar[Callable[..., Tensor] | None] = None
+    # Computes the result of a record, or a tuple of the first results, in plain PyTorch. Second derivatives go through
+    # it; None: they are refused.
+    definition: ClassVar[Callable[..., Tensor | tuple[Tensor, ...]] | None] = None
 
     def forward(self, record: Record, save: bool) -> Output:
-        """The results, and a list of the tensors that ``backward`` requires besides the arguments if ``save``."""
+        """The results, and a list of the tensors that ``backward`` requires besides the arguments if ``save``.
+
+        None stands for a result that the call does not have.
+        """
         raise NotImplementedError
 
     def new(self, record: Record, save: bool) -> Output:
@@ -77,7 +81,7 @@ class Operator(Generic[Record]):
         self.backward_op = new(
             f"linrope::{self.name}_backward", self.run_backward, mutates_args=(), schema=schemas[1]
         )
-        self.forward_op.register_fake(lambda *x: self.new(self.record(*x[:-1]), x[-1]))
+        self.forward_op.register_fake(lambda *x: _present(self.new(self.record(*x[:-1]), x[-1])))
         self.backward_op.register_fake(self._new_gradients)
         self.forward_op.register_autograd(self._backward, setup_context=self._setup_context)
         self.backward_op.register_autograd(_refuse, setup_context=self._keep_refusal)
@@ -101,7 +105,7 @@ class Operator(Generic[Record]):
 
     def run(self, *arguments: Any) -> Output:
         """The forward operator, which PyTorch calls."""
-        return self.forward(self.record(*arguments[:-1]), arguments[-1])
+        return _present(self.forward(self.record(*arguments[:-1]), arguments[-1]))
 
     def run_backward(self, *arguments: Any) -> list[Tensor]:
         """The backward operator, which PyTorch calls: the gradients of the inputs that are present."""
@@ -153,9 +157,18 @@ class Operator(Generic[Record]):
         # Views: a tensor that is passed twice has two gradients.
         inputs = [None if x is None else x.view_as(x) for x in arguments[: self.inputs]]
         wanted = [x for x in inputs if x is not None and x.requires_grad]
-        y = self.definition(self.record(*inputs, *arguments[self.inputs :]))
-        found = iter(torch.autograd.grad(y, wanted, g[0], create_graph=True))
+        results = self.definition(self.record(*inputs, *arguments[self.inputs :]))
+        results = (results,) if isinstance(results, Tensor) else results
+        given = [torch.zeros_like(y) if g_y is None else g_y for y, g_y in zip(results, g)]
+        ys, gradients = zip(*[pair for pair in zip(results, given) if pair[0].requires_grad])
+        found = iter(torch.autograd.grad(ys, wanted, gradients, create_graph=True))
         return [next(found) if x is not None and x.requires_grad else None for x in inputs]
+
+
+def _present(output: Output) -> Output:
+    """The output with an empty tensor for each absent result, because PyTorch's operators cannot return None."""
+    first = next(x for x in output if x is not None)
+    return tuple(first.new_empty(0) if x is None else x for x in output)
 
 
 def _refuse(ctx: Any, *_: Any) -> Any:

@@ -12,7 +12,8 @@ from linrope_kernels import tiles
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import triton as backend
-from tests.kernels.without_gpu import recorded
+from linrope.ops import convolve_parts
+from tests.kernels.without_gpu import recorded, registers_and_spills
 
 
 def attend(
@@ -34,11 +35,14 @@ def attend(
 
 
 def main() -> None:
-    backend.why_not_call = lambda *_, **__: None
+    backend.why_not_call = backend.why_not_on = lambda *_, **__: None
     with recorded(int(sys.argv[1])) as launches:
         FORMS[sys.argv[2]]()
     for x in launches:
-        print(json.dumps({"kernel": x.kernel.__name__, "shared": x.compiled.metadata.shared}))
+        _, spills = registers_and_spills(x.compiled.asm["cubin"])
+        print(
+            json.dumps({"kernel": x.kernel.__name__, "shared": x.compiled.metadata.shared, "spills": spills})
+        )
 
 
 def few_forms() -> None:
@@ -72,7 +76,26 @@ def wide_heads() -> None:
     attend(d=96, e=40, g=2, rotary=Rotary(96, layout="half"))
 
 
+def convolution() -> None:
+    """q, k and v of many channels."""
+    convolve(8, 1024, (1024, 1024, 2048))
+
+
+def packed_convolution() -> None:
+    """q, k and v of few channels, packed and continued."""
+    convolve(1, 1000, (64, 64, 128), bounds=torch.tensor([0, 300, 1000], dtype=torch.int32))
+
+
+def convolve(b: int, n: int, sizes: tuple[int, ...], bounds: torch.Tensor | None = None) -> None:
+    parts = [torch.zeros(b, n, size, dtype=torch.bfloat16).requires_grad_() for size in sizes]
+    weight, bias = torch.zeros(sum(sizes), 4, requires_grad=True), torch.zeros(sum(sizes), requires_grad=True)
+    before = None if bounds is None else torch.zeros(len(bounds) - 1, 3, sum(sizes), dtype=torch.bfloat16)
+    ys = convolve_parts(parts, weight, bias, before=before, cu_seqlens=bounds, silu=True, backend="triton")
+    torch.autograd.grad(ys, [*parts, weight, bias], [torch.zeros_like(y) for y in ys])
+
+
 FORMS = {"few": few_forms, "other": other_forms, "wide": wide_heads}
+FORMS |= {"convolution": convolution, "packed convolution": packed_convolution}
 
 if __name__ == "__main__":  # it replaces parts of Triton and of linrope
     main()
