@@ -276,3 +276,10 @@ def sum_in_rows(z, C: tl.constexpr, DOT: tl.constexpr):
     """The sum of partial sums z (16, 2 W) in each of C rows."""
     ones = operand(tl.full([C, 16], 1.0, tl.float32), DOT)
     return dot(ones, operand(z, DOT), tl.zeros([C, z.shape[1]], tl.float32), DOT)
+
+
+@triton.jit
+def silu_and_slope(x):
+    """silu(x) = x sigmoid(x), and its slope. exp2 is a single instruction, as in exp_up_to_0."""
+    s = 1 / (1 + tl.exp2(x * -1.4426950408889634))  # 1 / log 2
+    return x * s, s + x * s * (1 - s)

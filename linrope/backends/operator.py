@@ -37,8 +37,9 @@ class Operator(Generic[Record]):
     inputs: ClassVar[int]  # how many arguments have gradients
     results: ClassVar[int] = 1
     record: ClassVar[Callable[..., Any]]  # makes a record of the arguments
-    # Computes the result of a record in plain PyTorch. Second derivatives go through it; None: they are refused.
-    definition: ClassVar[Callable[..., Tensor] | None] = None
+    # Computes the result of a record, or a tuple of the first results, in plain PyTorch. Second derivatives go through
+    # it; None: they are refused.
+    definition: ClassVar[Callable[..., Tensor | tuple[Tensor, ...]] | None] = None
 
     def forward(self, record: Record, save: bool) -> Output:
         """The results, and a list of the tensors that ``backward`` requires besides the arguments if ``save``.
@@ -156,8 +157,11 @@ class Operator(Generic[Record]):
         # Views: a tensor that is passed twice has two gradients.
         inputs = [None if x is None else x.view_as(x) for x in arguments[: self.inputs]]
         wanted = [x for x in inputs if x is not None and x.requires_grad]
-        y = self.definition(self.record(*inputs, *arguments[self.inputs :]))
-        found = iter(torch.autograd.grad(y, wanted, g[0], create_graph=True))
+        results = self.definition(self.record(*inputs, *arguments[self.inputs :]))
+        results = (results,) if isinstance(results, Tensor) else results
+        given = [torch.zeros_like(y) if g_y is None else g_y for y, g_y in zip(results, g)]
+        ys, gradients = zip(*[pair for pair in zip(results, given) if pair[0].requires_grad])
+        found = iter(torch.autograd.grad(ys, wanted, gradients, create_graph=True))
         return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 
 

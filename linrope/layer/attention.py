@@ -258,10 +258,9 @@ class LinearRoPEAttention(Mixer):
             projected = self.q_proj(x), k, v
             (q, k, v), conv = self._convolve(projected, key_mask, cu_seqlens, before, shard, want_last)
         k, v = self._keys(k), self._values(v)
-        log_decay = None if self.forget_gate is None else self.forget_gate(x)
         write = None if self.write_gate is None else self.write_gate(x)
-        if self.config.write_gate == "tied":
-            log_decay, write = log_decay
+        gates: Any = None if self.forget_gate is None else self.forget_gate(x)
+        log_decay, write = gates if isinstance(gates, tuple) else (gates, write)
         erase = None if self.erase_gate is None else self.erase_gate(x)
         norm_suffices = self._out_norm_replaces_normalizer and v.dtype != torch.float16
         options: Options = {

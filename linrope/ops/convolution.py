@@ -1,6 +1,6 @@
 """A causal convolution of a few taps, each channel on its own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -9,26 +9,31 @@ from torch.nn import functional as F
 
 from linrope.backends.native import run_operator
 from linrope.backends.operator import Operator, Output, Tensors
-from linrope.common.tracing import check_not_in_onnx, plain
+from linrope.common.tracing import check_not_in_onnx
 from linrope.operation.checks import check_packing
 from linrope.ops.arguments import (
     as_parameter,
     check_dense,
     check_shape,
     choose,
+    converted,
     gradient_of,
+    launch,
     with_dense_rows,
 )
 from linrope.recurrence.call import contiguous
 from linrope.recurrence.packing import owners, rising_bounds
 
-MAX_TAPS = 8  # of the native kernel
+MAX_TAPS = 8  # of the kernels
+MAX_PARTS = 3  # q, k and v
 
 
 class _Convolution(NamedTuple):
-    """A call, checked. b batch, n tokens, c channels, s sequences."""
+    """A call, checked. b batch, n tokens, c channels of all parts, s sequences."""
 
-    x: Tensor  # (b, n, c)
+    x: Tensor  # (b, n, channels), the first part
+    x2: Tensor | None  # the second, with channels of its own
+    x3: Tensor | None
     weight: Tensor  # (c, taps)
     bias: Tensor | None  # (c,)
     before: Tensor | None  # (s, taps - 1, c)
@@ -51,18 +56,18 @@ def convolve(
 
         y_i = act(bias + sum_t weight[:, taps - 1 - t] x_(i - t))       t = 0 .. taps - 1; act: silu or identity
 
-    Sums are float32, or float64 for float64. "native" saves only the inputs for the backward pass.
+    Sums are float32, or float64 for float64. The kernels save only the inputs for the backward pass.
 
     Args:
-        x: (b, n, c). Any strides; "native" reads it in place if the last stride is 1.
+        x: (b, n, c). Any strides; the kernels read it in place if the last stride is 1.
         weight: (c, taps), or (c, 1, taps) as in torch.nn.Conv1d.
         bias: (c,).
         before: (s, taps - 1, c), the inputs before each sequence. None: zeros. s is b, or the number of packed
             sequences.
         cu_seqlens: (s + 1,) the bounds of packed sequences; b is then 1.
         silu: whether to apply silu.
-        backend: "auto", "native" or "eager". For float32, bfloat16 and float16 and up to 8 taps "auto" takes native on
-            a CPU, else eager.
+        backend: "auto", "native", "triton" or "eager". For float32, bfloat16 and float16 and up to 8 taps "auto" takes
+            native on a CPU and triton on a GPU, else eager.
 
     Returns:
         y (b, n, c) in the dtype of x. It has gradients for x, weight, bias and before.
@@ -93,7 +98,7 @@ def convolve_parts(
     silu: bool = False,
     backend: str = "auto",
 ) -> Sequence[Tensor]:
-    """``convolve`` of several x, which together have the channels of weight. They are not copied into one tensor.
+    """``convolve`` of up to three x, which together have the channels of weight. They are not copied into one tensor.
 
     >>> from linrope.ops import convolve, convolve_parts
     >>> a, b, weight = torch.randn(1, 9, 2), torch.randn(1, 9, 3), torch.randn(5, 4)
@@ -107,21 +112,17 @@ def convolve_parts(
         check_dense("before", before, device)
         s = b if cu_seqlens is None else len(cu_seqlens) - 1
         check_shape("before", before, (s, taps - 1, c))
-    tensors = (*parts, weight, bias, before)
     too_large = f"{taps} taps: it takes up to {MAX_TAPS}; use backend='eager'" if taps > MAX_TAPS else None
-    kernel = choose(backend, tensors, too_large)
-    calls = _split(parts, weight, bias, before, cu_seqlens, silu, kernel)
-    if kernel == "eager":
-        return [_CONVOLVE.definition(call) for call in calls]
-    if len(parts) > 1 and torch.is_grad_enabled() and plain(x for x in tensors if x is not None):
-        return _InOneNode.apply(silu, kernel, weight, bias, before, cu_seqlens, *parts)  # type: ignore[no-any-return, no-untyped-call]
-    return [_CONVOLVE(call, call)[0] for call in calls]
+    kernel = choose(backend, (*parts, weight, bias, before), too_large)
+    others = (*parts[1:], None, None)
+    call = _Convolution(parts[0], others[0], others[1], weight, bias, before, cu_seqlens, silu, kernel)
+    return _CONVOLVE.definition(call) if kernel == "eager" else _CONVOLVE(call, call)[: len(parts)]
 
 
 def _check(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
     """Checks the arguments. Returns the weight as (c, taps)."""
-    if not parts:
-        raise ValueError("parts: got none, expected at least one tensor")
+    if not 1 <= len(parts) <= MAX_PARTS:
+        raise ValueError(f"parts: got {len(parts) or 'none'}, expected 1 to {MAX_PARTS} tensors")
     c, device = 0, None
     for x in parts:
         check_dense("x", x, device)
@@ -140,18 +141,23 @@ def _check(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tens
     return weight.view(c, taps) if weight.ndim == 3 else weight
 
 
-def _split(parts: Sequence[Tensor], *arguments: Any) -> Iterator[_Convolution]:
+def _parts(call: _Convolution) -> list[Tensor]:
+    return [x for x in call[:3] if x is not None]
+
+
+def _split(call: _Convolution) -> list[_Convolution]:
     """The call of each part, with its channels of weight, bias and before."""
-    if len(parts) == 1:
-        yield _Convolution(parts[0], *arguments)
-        return
-    weight, bias, before, *rest = arguments
-    low = 0
-    for x in parts:
+    if call.x2 is None:
+        return [call]
+    _, _, _, weight, bias, before, cu_seqlens, silu, kernel = call
+    calls, low = [], 0
+    for x in _parts(call):
         channels = slice(low, low := low + x.shape[2])
         x_bias = None if bias is None else bias[channels]
         x_before = None if before is None else before[..., channels]
-        yield _Convolution(x, weight[channels], x_bias, x_before, *rest)
+        part = _Convolution(x, None, None, weight[channels], x_bias, x_before, cu_seqlens, silu, kernel)
+        calls.append(part)
+    return calls
 
 
 def _sums(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -165,52 +171,70 @@ def _sums(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.to(wide)
 
 
+def _convolved(call: _Convolution) -> Tensor:
+    """A call of one part in plain PyTorch."""
+    x, _, _, weight, bias, before, cu_seqlens, silu, _ = call
+    (b, n, c), width = x.shape, weight.shape[1] - 1
+    if cu_seqlens is None:
+        before = x.new_zeros(b, width, c) if before is None else before.to(x.dtype)
+        y = _sums(torch.cat((before, x), 1), weight, bias)
+    else:
+        # One table: for each sequence the inputs before it, then its tokens.
+        bounds, s = rising_bounds(cu_seqlens, n), len(cu_seqlens) - 1
+        assert bounds is not None
+        rows = torch.arange(n, device=x.device) + owners(bounds, n) * width  # a token's first input
+        table = x.new_zeros(n + s * width, c).index_copy(0, rows + width, x[0])
+        if before is not None:
+            first = bounds[:-1] + torch.arange(s, device=x.device) * width
+            earlier_rows = (first[:, None] + torch.arange(width, device=x.device)).flatten()
+            table = table.index_copy(0, earlier_rows, before.to(x.dtype).flatten(0, 1))
+        y = _sums(table[None], weight, bias).index_select(1, rows)
+    return (F.silu(y) if silu else y).to(x.dtype)
+
+
 class _Convolve(Operator[_Convolution]):
-    """The native kernel, which saves only the inputs, and its definition."""
+    """Convolves each part. The kernels save only the inputs."""
 
     name = "convolve"
     types = get_type_hints(_Convolution)
-    inputs = 4
+    inputs = 6
+    results = MAX_PARTS
     record = _Convolution
 
     @staticmethod
-    def definition(call: _Convolution) -> Tensor:
+    def definition(call: _Convolution) -> tuple[Tensor, ...]:
         """The operator in plain PyTorch: for any dtype and device, for exporters and transformations."""
-        x, weight, bias, before, cu_seqlens, silu, _ = call
-        (b, n, c), width = x.shape, weight.shape[1] - 1
-        if cu_seqlens is None:
-            before = x.new_zeros(b, width, c) if before is None else before.to(x.dtype)
-            y = _sums(torch.cat((before, x), 1), weight, bias)
-        else:
-            # One table: for each sequence the inputs before it, then its tokens.
-            bounds, s = rising_bounds(cu_seqlens, n), len(cu_seqlens) - 1
-            assert bounds is not None
-            rows = torch.arange(n, device=x.device) + owners(bounds, n) * width  # a token's first input
-            table = x.new_zeros(n + s * width, c).index_copy(0, rows + width, x[0])
-            if before is not None:
-                first = bounds[:-1] + torch.arange(s, device=x.device) * width
-                earlier_rows = (first[:, None] + torch.arange(width, device=x.device)).flatten()
-                table = table.index_copy(0, earlier_rows, before.to(x.dtype).flatten(0, 1))
-            y = _sums(table[None], weight, bias).index_select(1, rows)
-        return (F.silu(y) if silu else y).to(x.dtype)
+        return tuple(map(_convolved, _split(call)))
 
     def new(self, record: _Convolution, save: bool) -> Output:
-        check_not_in_onnx("native", "'eager'")
-        return record.x.new_empty(record.x.shape), []
+        check_not_in_onnx(record.kernel, "'eager'")
+        return _results([x.new_empty(x.shape) for x in _parts(record)])
 
     def forward(self, record: _Convolution, save: bool) -> Output:
-        return run_operator("convolve", _kernel_arguments(record)), []
+        if record.kernel == "native":
+            return _results([run_operator("convolve", _native(x)) for x in _split(record)])
+        ys = launch("convolution", "convolve_fwd", record)
+        return _results([converted(y, x.dtype) for x, y in zip(_parts(record), ys)])
 
     def backward(self, record: _Convolution, saved: list[Tensor], g: Tensors) -> Tensors:
-        gradient = with_dense_rows(g[0], record.x.dtype)
-        found = run_operator("convolve_backward", _kernel_arguments(record) | {"gradient": gradient})
-        return [gradient_of(x, d_x) for x, d_x in zip(record[:4], found)]
+        if record.kernel == "native":
+            d_parts, *others = _native_backward(record, g)
+        else:
+            d_parts, *others = launch("convolution", "convolve_bwd", record, *g)
+        found = *d_parts, *(None,) * (MAX_PARTS - len(d_parts)), *others
+        return [gradient_of(x, d_x) for x, d_x in zip(record[:6], found)]
 
 
 _CONVOLVE = _Convolve()
 
 
-def _kernel_arguments(call: _Convolution) -> dict[str, Any]:
+def _results(ys: list[Tensor]) -> Output:
+    """As the operator returns them; it saves nothing."""
+    return *ys, *[None] * (MAX_PARTS - len(ys)), []
+
+
+def _native(call: _Convolution) -> dict[str, Any]:
+    """The arguments of the native kernel for one part."""
     return {
         "x": with_dense_rows(call.x, call.x.dtype),
         "weight": as_parameter(call.weight),
@@ -221,32 +245,15 @@ def _kernel_arguments(call: _Convolution) -> dict[str, Any]:
     }
 
 
-class _InOneNode(torch.autograd.Function):
-    """Several parts as one node of autograd's graph. A node and slices for each would cost more than short calls."""
-
-    @staticmethod
-    def forward(ctx: Any, silu: bool, kernel: str, *tensors: Any) -> tuple[Tensor, ...]:
-        weight, bias, before, cu_seqlens, *parts = tensors
-        ctx.save_for_backward(*tensors)
-        ctx.settings = silu, kernel
-        calls = _split(parts, weight, bias, before, cu_seqlens, silu, kernel)
-        return tuple(_CONVOLVE.forward(call, True)[0] for call in calls)
-
-    @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> tuple[Any, ...]:
-        weight, bias, before, cu_seqlens, *parts = ctx.saved_tensors
-        found = [
-            _CONVOLVE.differentiate_definition(call, [gradient])
-            if torch.is_grad_enabled()
-            else _CONVOLVE.backward(call, [], [gradient])
-            for gradient, call in zip(
-                g, _split(parts, weight, bias, before, cu_seqlens, *ctx.settings), strict=True
-            )
-        ]
-        d_x, d_weight, d_bias, d_before = zip(*found, strict=True)
-        return None, None, _join(d_weight, 0), _join(d_bias, 0), _join(d_before, 2), None, *d_x
-
-
-def _join(gradients: Sequence[Tensor | None], dim: int) -> Tensor | None:
-    present = [x for x in gradients if x is not None]
-    return torch.cat(present, dim) if len(present) == len(gradients) else None
+def _native_backward(record: _Convolution, g: Tensors) -> Sequence[Any]:
+    """The gradients of all parts, and those of weight, bias and before."""
+    found = []
+    for call, g_x in zip(_split(record), g):
+        gradient = call.x.new_zeros(call.x.shape) if g_x is None else with_dense_rows(g_x, call.x.dtype)
+        found.append(run_operator("convolve_backward", _native(call) | {"gradient": gradient}))
+    if len(found) == 1:
+        d_x, *others = found[0]
+        return (d_x,), *others
+    d_parts, *others = zip(*found)
+    inputs = zip(record[3:6], others, (0, 0, 2))
+    return d_parts, *[None if x is None else torch.cat(d_x, axis) for x, d_x, axis in inputs]

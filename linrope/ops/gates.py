@@ -117,7 +117,7 @@ def _run(
         too_large = f"{heads} heads: it takes up to {MOST_HEADS}; use backend='eager'"
     call = _Gates(x, weight, bias, activation, complement)
     if choose(backend, call[:3], too_large, ("triton",)) == "eager":
-        return _GATES.define(call)
+        return _GATES.definition(call)
     return _GATES(call, call)
 
 
@@ -134,7 +134,7 @@ class _GateOperator(Operator[_Gates]):
     record = _Gates
 
     @staticmethod
-    def define(call: _Gates) -> tuple[Tensor, ...]:
+    def definition(call: _Gates) -> tuple[Tensor, ...]:
         """The operator in plain PyTorch: for any dtype and device, for exporters and transformations."""
         x, weight, bias, activation, complement = call
         wide = torch.promote_types(x.dtype, torch.float32)

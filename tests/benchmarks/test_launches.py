@@ -11,7 +11,9 @@ MOST = {"forward": 10, "backward": 27}  # of the default block
 
 def test_a_layer_launches_no_more_than_the_page_says() -> None:
     page, rows = (ROOT / "kernels" / "README.md").read_text(), {}  # by layer and size: the cells of its row
-    for line in map(json.loads, run_compiled_text(str(ROOT / "benchmarks/launches.py"), "--json").splitlines()):
+    for line in map(
+        json.loads, run_compiled_text(str(ROOT / "benchmarks/launches.py"), "--json").splitlines()
+    ):
         counts = {p: [sum(line[p][kind].values()) for kind in ("kernels", "operations")] for p in MOST}
         cells = "{} + {} | {} + {}".format(*counts["forward"], *counts["backward"])
         rows.setdefault(line["layer"], {})[line["name"]] = cells

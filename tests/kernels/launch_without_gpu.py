@@ -12,7 +12,7 @@ from linrope_kernels import tiles
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import triton as backend
-from linrope.ops import gated_norm
+from linrope.ops import convolve_parts, gated_norm
 from tests.kernels.without_gpu import recorded, registers_and_spills
 
 
@@ -99,7 +99,26 @@ def norms() -> None:
         gated_norm(x, gate=torch.zeros(1, 70, e), backend="triton").sum().backward()
 
 
+def convolution() -> None:
+    """q, k and v of many channels."""
+    convolve(8, 1024, (1024, 1024, 2048))
+
+
+def packed_convolution() -> None:
+    """q, k and v of few channels, packed and continued."""
+    convolve(1, 1000, (64, 64, 128), bounds=torch.tensor([0, 300, 1000], dtype=torch.int32))
+
+
+def convolve(b: int, n: int, sizes: tuple[int, ...], bounds: torch.Tensor | None = None) -> None:
+    parts = [torch.zeros(b, n, size, dtype=torch.bfloat16).requires_grad_() for size in sizes]
+    weight, bias = torch.zeros(sum(sizes), 4, requires_grad=True), torch.zeros(sum(sizes), requires_grad=True)
+    before = None if bounds is None else torch.zeros(len(bounds) - 1, 3, sum(sizes), dtype=torch.bfloat16)
+    ys = convolve_parts(parts, weight, bias, before=before, cu_seqlens=bounds, silu=True, backend="triton")
+    torch.autograd.grad(ys, [*parts, weight, bias], [torch.zeros_like(y) for y in ys])
+
+
 FORMS = {"few": few_forms, "other": other_forms, "wide": wide_heads, "norm": norm, "norms": norms}
+FORMS |= {"convolution": convolution, "packed convolution": packed_convolution}
 
 if __name__ == "__main__":  # it replaces parts of Triton and of linrope
     main()

@@ -122,10 +122,13 @@ FORMS = [
 ]
 
 
+def started_by(forms: str, capability: int) -> list[dict[str, Any]]:
+    return run_compiled(str(Path(__file__).parent / "launch_without_gpu.py"), str(capability), forms)
+
+
 @pytest.mark.parametrize("forms", FORMS)
 def test_what_the_launchers_start_compiles_too(forms: str) -> None:
-    script = Path(__file__).parent / "launch_without_gpu.py"
-    started = run_compiled(str(script), str(CAPABILITIES[0]), forms)
+    started = started_by(forms, CAPABILITIES[0])
     assert {entry["kernel"] for entry in started} == {
         "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dkv_kernel",
     } | ({"step_fwd_kernel"} if forms != "wide" else set())  # fmt: skip
@@ -137,7 +140,19 @@ def test_what_the_launchers_start_compiles_too(forms: str) -> None:
     [("norm", 90), *(pytest.param("norms", x, marks=pytest.mark.long) for x in CAPABILITIES)],
 )
 def test_the_gated_norm_compiles_and_does_not_spill(forms: str, capability: int) -> None:
-    script = Path(__file__).parent / "launch_without_gpu.py"
-    started = run_compiled(str(script), str(capability), forms)
+    started = started_by(forms, capability)
     assert {x["kernel"] for x in started} == {"norm_fwd_kernel", "norm_bwd_kernel", "sum_rows_kernel"}
     assert not [x for x in started if x["shared"] > SHARED_LIMIT[capability] or x["spills"]]
+
+
+@pytest.mark.parametrize(
+    ("forms", "capability"),
+    [("convolution", 90), *(pytest.param("convolution", x, marks=pytest.mark.long) for x in (80, 100, 120)),
+     *(pytest.param("packed convolution", x, marks=pytest.mark.long) for x in CAPABILITIES)],
+)  # fmt: skip
+def test_the_convolution_compiles_in_few_launches_and_does_not_spill(forms: str, capability: int) -> None:
+    """Of few channels several programs sum over the positions, and a third launch adds up their sums."""
+    started = started_by(forms, capability)
+    more = ["sum_rows_kernel"] if forms == "packed convolution" else []
+    assert [x["kernel"] for x in started] == ["convolve_fwd_kernel", "convolve_bwd_kernel", *more]
+    assert not [x for x in started if x["spills"] or x["shared"] > SHARED_LIMIT[capability]]

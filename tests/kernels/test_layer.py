@@ -35,7 +35,10 @@ def _kernels_for_auto(monkeypatch: pytest.MonkeyPatch) -> None:
 def results(layer: LinearRoPEAttention, x: Tensor, **how: Any) -> list[Tensor]:
     x = x.requires_grad_()
     y = layer(x, **how)
-    return [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), numbers(*y.shape, seed=9).to(y.dtype))]
+    return [
+        y.detach(),
+        *torch.autograd.grad(y, (x, *layer.parameters()), numbers(*y.shape, seed=9).to(y.dtype)),
+    ]
 
 
 @pytest.mark.parametrize("options", BLOCKS.values(), ids=BLOCKS)

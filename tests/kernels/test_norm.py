@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from linrope_kernels import norm, partial_sums
+from linrope_kernels import norm, partial_sums, repeat
 from linrope_kernels.norm import plan_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sizes = {"BLOCK": 256, "WHOLE": {"head": 256, "all": 256}, "LOOPED": 512, "WARPS": 4}
     for name, value in sizes.items():
         monkeypatch.setattr(norm, name, value)
+    monkeypatch.setattr(repeat, "_PASSES", {})
     plan_of.cache_clear()
     yield
     plan_of.cache_clear()

@@ -83,6 +83,9 @@ def test_threads_that_part_meet_again() -> None:
 @pytest.mark.parametrize(
     ("instructions", "expected"),
     [
+        ("mul.hi.u32 %r5, 0xC0000000, 5;", 3),
+        ("mul.hi.s32 %r5, -3, 5;", -1),
+        ("mov.b64 %rd6, kernel_param_1; ld.param.b32 %r4, [%rd6]; cvt.u32.u64 %r5, %rd2; sub.s32 %r5, %r5, %r4;", 0),
         ("div.s32 %r5, -7, 2;", -3),
         ("rem.s32 %r5, -7, 2;", -1),
         ("shr.s32 %r5, -8, 40;", -1),

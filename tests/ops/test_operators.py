@@ -23,10 +23,12 @@ def leaf(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tens
 # The operators' arguments in order; each table has every kind of argument, present and absent.
 CALLS = {
     "convolve": {
-        "all": (leaf(2, 9, 5), leaf(5, 4), leaf(5), leaf(2, 3, 5), None, True, "native"),
-        "weight alone": (leaf(2, 9, 5), leaf(5, 4), None, None, None, False, "native"),
-        "packed": (leaf(1, 9, 5), leaf(5, 3), None, leaf(3, 2, 5), CUTS, True, "native"),
-        "half precision": (leaf(2, 9, 5, dtype=BF16), leaf(5, 4), leaf(5), None, None, True, "native"),
+        "all": (leaf(2, 9, 5), leaf(2, 9, 1), leaf(2, 9, 2), leaf(8, 4), leaf(8), leaf(2, 3, 8), None, True, "native"),
+        "weight alone": (leaf(2, 9, 5), None, None, leaf(5, 4), None, None, None, False, "native"),
+        "packed": (leaf(1, 9, 5), leaf(1, 9, 2), None, leaf(7, 3), None, leaf(3, 2, 7), CUTS, True, "native"),
+        "half precision": (
+            leaf(2, 9, 5, dtype=BF16), None, None, leaf(5, 4), leaf(5), None, None, True, "native"
+        ),
     },
     "gated_norm": {
         "all": (

@@ -95,12 +95,13 @@ extreme("max", np.fmax, np.maximum)
 
 
 def with_wide(name: str, f: Callable[..., Array]) -> None:
-    """mul and mad: .lo keeps the width, .wide doubles it."""
+    """mul and mad: .lo keeps the width, .wide doubles it, .hi keeps the upper half of that."""
 
-    @opcode(name, f"lo wide rn ftz {INTEGERS} {FLOATS}")
+    @opcode(name, f"lo hi wide rn ftz {INTEGERS} {FLOATS}")
     def builder(instruction: Instruction) -> Run:
         kind = instruction.qualifiers[-1]
-        if "wide" not in instruction.qualifiers:
+        high = "hi" in instruction.qualifiers
+        if not high and "wide" not in instruction.qualifiers:
             return elementwise(f, kind)(instruction)
         wide = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}[kind]
         factors = [source(x, kind) for x in instruction.operands[1:3]]
@@ -108,7 +109,8 @@ def with_wide(name: str, f: Callable[..., Array]) -> None:
         write, dtype = target(instruction.operands[0]), DTYPES[wide]
 
         def run(m: Machine, mask: Mask) -> None:
-            write(m, f(*[x(m).astype(dtype) for x in factors], *[x(m) for x in rest]), mask)
+            value = f(*[x(m).astype(dtype) for x in factors], *[x(m) for x in rest])
+            write(m, (value >> dtype(bits_of(kind))).astype(DTYPES[kind]) if high else value, mask)
 
         return run
 
@@ -208,11 +210,14 @@ def logic_of_three(instruction: Instruction) -> Run:
 
 @opcode("mov", f"pred {INTEGERS} f32 f64")
 def move(instruction: Instruction) -> Run:
-    """Also packs a vector into a register, and takes one apart."""
+    """Also packs a vector into a register, takes one apart, and takes a parameter's address."""
     to, of = instruction.operands
     kind = instruction.qualifiers[0]
     if kind == "pred":
         return elementwise(lambda x: x, "pred")(instruction)
+    if isinstance(of, str):
+        write = target(to)
+        return lambda m, mask: write(m, m.constant(m.address_of_parameter(of), 64), mask)
     whole = f"b{bits_of(kind)}"
     part = f"b{bits_of(kind) // max(len(registers(to)), len(registers(of)))}"
     reads = [_part(x, part) for x in of] if type(of) is tuple else [source(of, whole)]

@@ -57,6 +57,15 @@ class Machine:
     def report(self, kind: str) -> None:
         self.findings[self.kernel, kind, str(self.steps[self.at].instruction)] += 1
 
+    # ---- Parameters, 8 bytes each
+
+    def address_of_parameter(self, name: str) -> int:
+        return 8 * [*self.arguments].index(name)
+
+    def parameters_at(self, addresses: Array) -> Array:
+        values = np.array([x % 2**64 for x in self.arguments.values()], np.uint64)
+        return values.take(addresses // 8, mode="clip")  # a thread that waits may hold any address
+
     # ---- Registers. Their arrays are never written in place: two may share one.
 
     def read(self, number: int, *, undefined: Array | None = None) -> Array:

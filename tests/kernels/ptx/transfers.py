@@ -74,6 +74,9 @@ def _load_parameter(instruction: Instruction) -> Run:
     to, of = instruction.operands
     assert isinstance(of, Address)
     name, kind, write = str(of.base), instruction.qualifiers[-1], _widening(to, instruction)
+    if isinstance(of.base, Register):
+        at, unsigned = address(of), UNSIGNED[bits_of(kind)]
+        return lambda m, mask: write(m, m.parameters_at(at(m)).astype(unsigned).view(DTYPES[kind]), mask)
     if of.offset:
         raise Fault(f"not covered: a part of a parameter, in {instruction}")
     return lambda m, mask: write(m, m.constant(m.arguments[name], bits_of(kind)).view(DTYPES[kind]), mask)
