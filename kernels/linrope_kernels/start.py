@@ -50,42 +50,42 @@ def start(
 
 
 @cache
-def _by_width(kernel: Any) -> tuple[bool, ...]:
-    """For each argument, whether it is one of ``do_not_specialize``; the interpreter's kernels do not tell."""
-    return tuple(parameter.do_not_specialize for parameter in getattr(kernel, "params", ()))
+def _by_width(kernel: Any) -> tuple[int, ...]:
+    """Which arguments are ``do_not_specialize``; the interpreter's kernels do not tell."""
+    return tuple(i for i, x in enumerate(getattr(kernel, "params", ())) if x.do_not_specialize)
 
 
-def likeness(args: tuple[Any, ...], by_width: tuple[bool, ...] = ()) -> tuple[Any, ...]:
+def likeness(args: tuple[Any, ...], by_width: tuple[int, ...] = ()) -> tuple[Any, ...]:
     """The arguments of a launch as a key: two launches with equal keys can run the same compiled kernel.
 
     It has what a compiled kernel depends on: of a tensor the dtype, the device, and whether its address is a multiple
-    of 16; of an integer its width and, unless it is one of ``by_width``, whether it is 1 or a multiple of 16; of other
-    numbers the type.
+    of 16; of an integer its width and, unless its place is in ``by_width``, whether it is 1 or a multiple of 16; of
+    other numbers the type.
     """
-    found = tuple(map(_alike, args))
-    if True not in by_width:
-        return found
-    return tuple(_width(x) if wide and type(x) is int else y for x, y, wide in zip(args, found, by_width))
+    found = [*map(_alike, args)]
+    for i in by_width:
+        if type(x := args[i]) is int:
+            found[i] = -(2**31) <= x < 2**31, x < 2**63
+    return tuple(found)
 
 
 def _alike(x: Any) -> Any:
-    if isinstance(x, Tensor):
+    kind = type(x)
+    if x is None:
+        return None
+    if kind is int:
+        return x == 1 or (x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63)
+    if kind is Tensor or isinstance(x, Tensor):
         return x.dtype, x.get_device(), x.data_ptr() % 16 == 0
     if isinstance(x, tuple):
-        return _integers_alike(x) if x and type(x[0]) is int else tuple(map(_alike, x))
-    if type(x) is int:
-        return "one" if x == 1 else (_width(x), x % 16 == 0)
-    return None if x is None else type(x)
+        return _integers_alike(x) if x and type(x[0]) is int else tuple([_alike(y) for y in x])
+    return kind
 
 
 @lru_cache(MOST_LAUNCHES, typed=True)
 def _integers_alike(x: tuple[Any, ...]) -> tuple[Any, ...]:
     """Of a tuple that begins with an integer, such as strides, which has no tensors."""
     return tuple(map(_alike, x))
-
-
-def _width(x: int) -> str:
-    return "int32" if -(2**31) <= x < 2**31 else "int64" if x < 2**63 else "uint64"
 
 
 @cache
@@ -106,7 +106,7 @@ def why_forgetful() -> str | None:
                 compiled_for = specialized(BaseBackend, x, False, specialize, True)
             except TypeError as error:
                 return f"Triton has another way to look at arguments: {error}"
-            key = likeness((x,), (not specialize,))
+            key = likeness((x,), () if specialize else (0,))
             if found.setdefault(key, compiled_for) != compiled_for:
                 return f"Triton compiles a kernel of its own for an argument of type {type(x).__name__}"
     return None

@@ -26,7 +26,7 @@ _ARGUMENTS = {name: _ALL_TYPES[name] for name in _ORDER}
 
 _GROUPS = INPUTS, _OTHERS, _SETTINGS
 _getters = [attrgetter(*names) for names in _GROUPS]
-_BLANK = Call(q=None, k=torch.empty(0), v=torch.empty(0))
+_BLANK = Call(q=None, k=torch.empty(0, device="cpu"), v=torch.empty(0, device="cpu"))
 
 
 class _BackendCall(NamedTuple):

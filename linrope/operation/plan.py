@@ -46,12 +46,11 @@ class Plan:
     backend: Backend | None = None  # ``backends.choose`` looks at the features: the first call fills it in
     # For one more token of each sequence, without a mask, packing or positions of its own
     step: native.Step | None = None
-    # True: the call has nothing that its tokens' positions, or what a backend gets besides its tensors, depend on.
+    # True: a backend gets the call's own tensors, at positions that are the same in all such calls. The first one then
+    # fills in the positions, and the fields in which the backend's call differs from the caller's.
     steady: bool = False
-    tokens: Tokens | None = None  # if steady, both of these: the first call fills them in
-    resolved: dict[str, Any] | None = (
-        None  # the fields that a backend's call does not share with the caller's
-    )
+    tokens: Tokens | None = None
+    resolved: dict[str, Any] | None = None
 
 
 def plan_of(call: Call) -> Plan:
