@@ -212,6 +212,8 @@ class _Convolve(Operator[_Convolution]):
 
     def forward(self, record: _Convolution, save: bool) -> Output:
         if record.kernel == "native":
+            if record.x2 is None:
+                return run_operator("convolve", _native(record)), None, None, []
             return _results([run_operator("convolve", _native(x)) for x in _split(record)])
         ys = launch("convolution", "convolve_fwd", record)
         return _results([converted(y, x.dtype) for x, y in zip(_parts(record), ys)])
@@ -245,15 +247,18 @@ def _native(call: _Convolution) -> dict[str, Any]:
     }
 
 
+def _native_gradients(call: _Convolution, g: Tensor | None) -> Any:
+    """The gradients of the inputs of a call of one part."""
+    gradient = call.x.new_zeros(call.x.shape) if g is None else with_dense_rows(g, call.x.dtype)
+    return run_operator("convolve_backward", _native(call) | {"gradient": gradient})
+
+
 def _native_backward(record: _Convolution, g: Tensors) -> Sequence[Any]:
     """The gradients of all parts, and those of weight, bias and before."""
-    found = []
-    for call, g_x in zip(_split(record), g):
-        gradient = call.x.new_zeros(call.x.shape) if g_x is None else with_dense_rows(g_x, call.x.dtype)
-        found.append(run_operator("convolve_backward", _native(call) | {"gradient": gradient}))
-    if len(found) == 1:
-        d_x, *others = found[0]
+    if record.x2 is None:
+        d_x, *others = _native_gradients(record, g[0])
         return (d_x,), *others
+    found = map(_native_gradients, _split(record), g)
     d_parts, *others = zip(*found)
     inputs = zip(record[3:6], others, (0, 0, 2))
     return d_parts, *[None if x is None else torch.cat(d_x, axis) for x, d_x, axis in inputs]
