@@ -1,6 +1,6 @@
 """Gates: y = act(W x + b) for each token and head, with act log sigmoid or sigmoid, and their gradients.
 
-The products have the precision of float32, unless x and W are both half precision, whose products are exact.
+All products have the precision of float32. x and W in half precision are exact in tf32; other numbers are split.
 """
 
 from typing import Any
@@ -28,8 +28,16 @@ def log1p(t):
 
 
 @triton.jit
-def gate_dot(a, b, acc, DOT: tl.constexpr):
-    return tl.dot(a, b, acc, input_precision="tf32x3" if DOT == "tf32x3" else "tf32")
+def gate_dot(a, b, acc, DOT: tl.constexpr, EXACT: tl.constexpr):
+    """acc + a b with the precision of float32. EXACT: a is in half precision, too."""
+    if DOT == "tf32x3":
+        return tl.dot(a, b, acc, input_precision="tf32x3")
+    elif EXACT:
+        return tl.dot(a, b, acc, input_precision="tf32")
+    else:
+        high = operand(a, DOT)
+        acc = tl.dot(operand(a - high, DOT), b, acc, input_precision="tf32")
+        return tl.dot(high, b, acc, input_precision="tf32")
 
 
 @triton.jit
@@ -57,7 +65,7 @@ def gates_fwd_kernel(
         column = k + tl.arange(0, K)
         x = operand(load_tile(X, x_stride, row, column, rows, DIM), DOT)
         weight = operand(load_tile(WEIGHT, DIM, head, column, HEADS, DIM), DOT)
-        y = gate_dot(x, tl.trans(weight), y, DOT)
+        y = gate_dot(x, tl.trans(weight), y, DOT, True)
     y += tl.load(BIAS + head, mask=head < HEADS, other=0).to(tl.float32)[None, :]
     at = row.to(tl.int64)[:, None] * HEADS + head[None, :]
     inside = (row < rows)[:, None] & (head < HEADS)[None, :]
@@ -104,10 +112,9 @@ def gates_bwd_kernel(
                 d -= tl.exp(y) * load_tile(D_COMPLEMENT, HEADS, row, head, rows, HEADS).to(tl.float32)
             d = d * -expm1(y)
         d_bias += tl.sum(d, 0)
-        d = operand(d, DOT)
-        dx = gate_dot(d, weight, tl.zeros([C, K], tl.float32), DOT)
+        dx = gate_dot(d, weight, tl.zeros([C, K], tl.float32), DOT, False)
         x = operand(load_tile(X, x_stride, row, column, rows, DIM), DOT)
-        d_weight = gate_dot(tl.trans(d), x, d_weight, DOT)
+        d_weight = gate_dot(tl.trans(d), x, d_weight, DOT, False)
         inside = (row < rows)[:, None] & (column < DIM)[None, :]
         at = DX + row.to(tl.int64)[:, None] * DIM + column[None, :]
         tl.store(at, dx.to(DX.dtype.element_ty), mask=inside)

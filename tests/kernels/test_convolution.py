@@ -8,7 +8,6 @@ import torch
 from linrope_kernels import convolution, repeat
 
 from linrope.ops import convolve_parts
-from tests.kernels.compiled import run_compiled
 from tests.ops.cases import differentiate, numbers, relative_error
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -72,13 +71,3 @@ def test_inputs_before_an_empty_sequence_reach_nothing() -> None:
     found = differentiate(inputs, lambda x: convolve_parts((x.pop("x"),), **x, **how)[0])
     assert all(bool(x.isfinite().all()) for x in found)
     assert not found[-1][1].any()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("capability", "dtype"), [(90, "bf16"), (80, "bf16"), (90, "fp32"), (90, "fp16")])
-def test_compiled_it_computes_the_same_without_races(capability: int, dtype: str) -> None:
-    """In the emulator; its lines are the cases."""
-    lines = run_compiled("-m", "tests.kernels.ptx.check_convolution", str(capability), dtype)
-    assert len(lines) == 5
-    assert not [(x["case"], x["fault"], x["findings"]) for x in lines if x["fault"] or x["findings"]]
-    assert not [(x["case"], x["ratios"]) for x in lines if not max(x["ratios"].values()) <= 1]

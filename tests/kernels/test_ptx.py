@@ -70,15 +70,15 @@ def test_the_whole_table_keeps_the_contract(capability: int, dtype: str, size: i
     lines = check(capability, dtype, size)
     assert {name for x in lines for name in x["kernels"]} == {
         "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dkv_kernel",
-        "step_fwd_kernel",
+        "step_fwd_kernel", "boundary_products_kernel", "log_decay_kernel",
     }  # fmt: skip
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("capability", "dtype"), [(90, "bf16"), (90, "fp32"), (80, "bf16")])
-def test_the_compiled_gated_norm_keeps_the_contract_without_races(capability: int, dtype: str) -> None:
-    lines = run_compiled("-m", "tests.kernels.ptx.check_norm", str(capability), dtype)
-    assert len(lines) == 5
+@pytest.mark.parametrize(("capability", "dtype"), [(90, "bf16"), (90, "fp32"), (90, "fp16"), (80, "bf16")])
+def test_the_compiled_operators_keep_the_contract_without_races(capability: int, dtype: str) -> None:
+    lines = run_compiled("-m", "tests.kernels.ptx.check_operators", str(capability), dtype)
+    assert len(lines) == 13
     assert not [(x["case"], x["fault"], x["findings"]) for x in lines if x["fault"] or x["findings"]]
     assert not [(x["case"], x["ratios"]) for x in lines if not max(x["ratios"].values()) <= 1]
 

@@ -104,6 +104,7 @@ def test_threads_that_part_meet_again() -> None:
         ("mov.b32 %r4, 0fBFC00000; cvt.rni.s32.f32 %r5, %r4;", -2),
         ("mov.b32 %r4, 0f7F800000; cvt.rzi.s32.f32 %r5, %r4;", 2**31 - 1),
         ("mov.b32 %r4, 0f3F808000; cvt.rn.bf16.f32 %rs1, %r4; cvt.u32.u16 %r5, %rs1;", 0x3F80),
+        ("mov.b32 %r4, 0f3F803000; cvt.rna.tf32.f32 %r5, %r4;", 0x3F804000),
         ("mov.b32 %r4, 0f3F818000; cvt.rn.bf16.f32 %rs1, %r4; cvt.u32.u16 %r5, %rs1;", 0x3F82),
         ("mov.b64 %rd6, 0x500000007; mov.b64 {_, %r5}, %rd6;", 5),
         ("mov.b32 %r4, 0f7FC00000; setp.neu.f32 %p1, %r4, %r4; selp.b32 %r5, 1, 0, %p1;", 1),

@@ -115,6 +115,35 @@ def test_each_of_two_gates_may_be_the_only_one_with_a_gradient(backend: str) -> 
 
 
 @every_backend
+def test_gradients_of_gradients(backend: str) -> None:
+    run_both = partial(run, kind="forget and write")
+    cases.assert_gradients_of_gradients(make(1, 3, 4, 2), run_both, backend, 1e-5)
+
+
+@cases.needs_triton
+def test_the_operator_passes_torch_library_s_checks() -> None:
+    x, weight, bias = make(1, 3, 4, 2).values()
+    leaves = [x.requires_grad_() for x in (x, weight, bias)]
+    for more in (("log_sigmoid", True), ("sigmoid", False)):
+        torch.library.opcheck(torch.ops.linrope.gates.default, (*leaves, *more, True))
+
+
+@every_backend
+def test_compiled_they_are_one_graph_for_any_length(backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda inputs: run(inputs, backend, "forget and write"),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=True,
+    )
+    for n in (5, 9):
+        inputs = make(n=n)
+        expected = differentiate(inputs, partial(run, backend=backend, kind="forget and write"))
+        assert_close(differentiate(inputs, compiled), expected)
+
+
+@every_backend
 def test_no_tokens(backend: str) -> None:
     y, dx, d_weight, d_bias = differentiate(make(n=0), partial(run, backend=backend, kind="forget and write"))
     assert y.shape == (2, 0, 10)

@@ -249,13 +249,15 @@ def select(instruction: Instruction) -> Run:
     return lambda m, mask: write(m, np.where(which(m), x(m), y(m)), mask)
 
 
-@opcode("cvt", "rn rz rni rzi rmi rpi sat ftz bf16 bf16x2 f16x2 u8 s8 " + f"{INTEGERS} {FLOATS}")
+@opcode("cvt", "rn rz rna rni rzi rmi rpi sat ftz bf16 bf16x2 f16x2 tf32 u8 s8 " + f"{INTEGERS} {FLOATS}")
 def convert(instruction: Instruction) -> Run:
     *how, to, of = instruction.qualifiers
     if "sat" in how or "ftz" in how or ("rz" in how):
         raise Fault(f"not covered: {how}, in {instruction}")
     if to.endswith("x2"):
         return _convert_two(instruction)
+    if to == "tf32":
+        return _convert_to_tf32(instruction)
     operand, write = instruction.operands[1], target(instruction.operands[0])
     # An integer's register may be wider than its type: then its lower part is meant.
     wide = isinstance(operand, Register) and operand.bits > bits_of(of)
@@ -282,6 +284,20 @@ def convert(instruction: Instruction) -> Run:
         if x.dtype.itemsize * 8 < register.bits:
             x = x.astype({16: np.int16, 32: np.int32, 64: np.int64}[register.bits])
         write(m, x, mask)
+
+    return run
+
+
+def _convert_to_tf32(instruction: Instruction) -> Run:
+    """float32's first 10 digits, rounded to nearest, ties away from 0."""
+    if tuple(instruction.qualifiers[:-2]) != ("rna",):
+        raise Fault(f"not covered: {instruction}")
+    read, write = source(instruction.operands[1], "f32"), target(instruction.operands[0])
+
+    def run(m: Machine, mask: Mask) -> None:
+        x = read(m)
+        rounded = (x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+        write(m, np.where(np.isnan(x), x.view(np.uint32), rounded), mask)
 
     return run
 
