@@ -4,8 +4,8 @@
 
 Layers are on the meta device. Kernel launches are recorded rather than started, and PyTorch's operations are
 counted where they are dispatched. Views and allocations launch nothing. Each operation counts as one launch,
-although some take more (a sum over a few long rows, a split-k product). A second call is counted: the first one copies
-constants to the device.
+although some take more (a sum over a few long rows, a split-k product). The second call is counted, because the first
+one copies constants to the device.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def recorded() -> Iterator[Counter[str]]:
         patch.setattr(backend, "why_not_on", lambda device: None)
         patch.setattr(
             private_names, "_len_torch_dispatch_stack", lambda: 0
-        )  # Counted is not to change what runs
+        )  # so that Counted does not change what runs
         yield names
 
 

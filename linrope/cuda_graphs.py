@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def check_on_cuda(name: str, device: torch.device) -> None:
-    """Raises RuntimeError unless it is a CUDA device.
+    """Raises RuntimeError unless the device is a CUDA device.
 
     >>> from linrope.cuda_graphs import check_on_cuda
     >>> check_on_cuda("tensors", torch.device("cpu"))
@@ -30,8 +30,8 @@ def check_on_cuda(name: str, device: torch.device) -> None:
 class Recorder:
     """Runs and records functions on one CUDA device, on a stream of its own.
 
-    A graph cannot be recorded on the default stream. What PyTorch prepares in the runs before, for example the nodes
-    that add up gradients, belongs to the stream of these runs, so they share the stream.
+    A graph cannot be recorded on the default stream. What PyTorch prepares in earlier runs, such as the nodes that add
+    up gradients, belongs to the stream of those runs, so runs and recordings share one stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,8 +50,8 @@ class Recorder:
     def record(
         self, function: Callable[[], T], generators: Sequence[torch.Generator] = ()
     ) -> Callable[[], T]:
-        """Calls the function, which runs nothing on the device. Returns the replay, whose results are always the same
-        tensors.
+        """Calls the function to record its kernels, which do not run yet. Returns the replay, whose results are always
+        the same tensors.
 
         Raises:
             RuntimeError: the function does what a graph cannot record. PyTorch is then as it was before.
@@ -67,7 +67,7 @@ class Recorder:
                 with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                     results = function()
             except BaseException as error:
-                torch.cuda.set_stream(stream)  # PyTorch leaves its stream and its generators in the recording
+                torch.cuda.set_stream(stream)  # PyTorch leaves its stream and generators in recording mode
                 for generator, state in zip(drawn, before, strict=True):
                     generator.graphsafe_set_state(torch.Generator(self.device).graphsafe_get_state())
                     generator.set_state(state)
@@ -94,14 +94,14 @@ class GraphedStep(Generic[T]):
 
         results = step(*tensors)        is        results = function(*tensors)
 
-    Replaying takes the time of the kernels alone, not that of launching each from Python. Every call does exactly once
-    what the function does: the first ``warmup`` calls run it, the next call records it, and that call and all later
-    ones copy their tensors into the graph's memory and replay it. A training step may therefore contain its backward
-    pass and its optimizer, and no warm-up has to be undone.
+    Replaying takes the time of the kernels alone, without that of launching each from Python. Every call does exactly
+    once what the function does: the first ``warmup`` calls run it, the next call records it, and that call and all
+    later ones replay it on copies of their tensors. A training step may therefore contain its backward pass and its
+    optimizer, and no warm-up has to be undone.
 
-    A replay repeats the recorded kernels, and no Python. The function must not read values of tensors, and may not
-    depend on anything in Python that changes between calls: pass tensors, or overwrite tensors that it uses. All
-    tensors that it uses must stay where they are.
+    A replay repeats the recorded kernels and runs no Python. The function must not read values of tensors, or depend on
+    anything in Python that changes between calls: pass tensors, or overwrite tensors that it uses. All tensors that it
+    uses must stay where they are.
 
     Args:
         function: takes tensors on one CUDA device. It returns a tensor, None, or tuples, lists and dicts of them.
@@ -171,7 +171,7 @@ class GraphedStep(Generic[T]):
 
 
 def _check_autocast(device: str) -> None:
-    """Raises RuntimeError if autocast would give a graph weights that it has cast before the recording."""
+    """Raises RuntimeError if the graph could use weights that autocast cast before the recording."""
     if torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
         raise RuntimeError(
             "autocast: got a call inside of it, expected autocast inside of the function, or cache_enabled=False"

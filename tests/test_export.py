@@ -187,11 +187,11 @@ class Exact(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forget = ForgetGate(16, 8, writes=True)
+        self.forget = ForgetGate(16, 8)
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return *self.forget(x), gated_norm(v, self.weight, eps=1e-12)
+        return *self.forget(x, writes=True), gated_norm(v, self.weight, eps=1e-12)
 
 
 @in_onnx_s_process

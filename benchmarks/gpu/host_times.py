@@ -4,7 +4,7 @@
     python3 benchmarks/gpu/host_times.py --before FOLDER --backend native   # short calls of the CPU's kernels
     python3 benchmarks/gpu/host_times.py --before FOLDER --device cuda      # with launches, and without
 
-``in_turn`` runs this file with either version on the path. So it uses only names that both have.
+``in_turn`` runs this file with either version on the path, so it uses only names that both have.
 """
 
 import argparse
@@ -27,13 +27,13 @@ SHAPES = {
     "native": [(1, 1, 8, 64), (1, 16, 8, 64), (1, 128, 8, 64), (1, 512, 8, 64)],
 }
 SMALL = (1, 20, 1, 16)
-CALLS, SECONDS = 2000, 1.0  # as many calls as fit, of which the fastest counts
+CALLS, SECONDS = 2000, 1.0  # as many calls as fit into the time; the fastest counts
 QUEUE = 50  # calls after which the GPU may catch up
 ROUNDS = 3  # in which the versions take turns
 
 
 class Nothing:
-    """A compiled kernel that does nothing, however a version of linrope calls one."""
+    """A compiled kernel that does nothing, in whichever way a version of linrope calls it."""
 
     function = packed_metadata = None
 
@@ -51,7 +51,7 @@ def without_launches() -> Iterator[None]:
     from linrope_kernels.forward import scan_fwd_kernel
 
     kind, nothing = type(scan_fwd_kernel), Nothing()
-    passes = getattr(sys.modules.get("linrope_kernels.repeat"), "_PASSES", {})  # versions before it had none
+    passes = getattr(sys.modules.get("linrope_kernels.repeat"), "_PASSES", {})  # absent in earlier versions
     memories = [(memory, dict(memory)) for memory in (start._LAUNCHES, passes)]
     before = kind.__getitem__
     kind.__getitem__ = lambda kernel, grid: nothing[grid]

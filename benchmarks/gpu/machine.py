@@ -99,7 +99,7 @@ class Machine:
         return recorder.record(run)
 
     def graphed(self, step: Callable[..., T]) -> Callable[..., T]:
-        """The step in a graph as users have it. On a CPU it is the step itself."""
+        """The step as a GraphedStep; on a CPU, the step itself."""
         return GraphedStep(step) if self.has_graphs else step
 
     def both_times(self, name: str, run: Callable[[], Any], flush: bool = False) -> Row:

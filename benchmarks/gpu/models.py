@@ -299,7 +299,7 @@ def graph_batches(on: Machine, shape: Shape, packed: bool) -> list[tuple[Tensor,
 
 def graphs_row(on: Machine, kind: str) -> Row:
     """Losses of the fourth step and those after it, launched and in a graph, from the same weights and batches."""
-    shape = on.sizes((8, 1024, 16, 64), SMALL)
+    shape = on.sizes((8, 1024, 16, 64), (1, 12, 1, 64))
     batches, row = graph_batches(on, shape, kind == "packed"), Row(losses={})
     for way in ("launched", "graph"):
         model: Any = Logits(on, model_of(on, shape))

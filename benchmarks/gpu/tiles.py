@@ -128,7 +128,7 @@ def tile_row(on: Machine, key: Key, case: AttentionCase, expected: tuple[Tensor,
 
 
 def forget() -> None:
-    """Makes the next call look at the table."""
+    """Makes the next call read the table of tiles again."""
     table.tile.cache_clear()
     table.blocks.cache_clear()
     repeat.forget()

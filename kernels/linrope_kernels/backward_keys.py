@@ -125,7 +125,7 @@ def add_to_keys(dpsi, queries, inside, values, t, decay, write, DOT: tl.constexp
     for i in tl.static_range(len(t)):  # the values are an async copy, so dout must not be one as well
         d_outputs = through_registers(queries.d_outputs[i], inside)
         d_scores = dot(values[i], tl.trans(d_outputs), d_scores, DOT)
-    d_scores = d_scores if write is None else d_scores * write[:, None]  # rounded as in dq: da needs both
+    d_scores = d_scores if write is None else d_scores * write[:, None]  # rounded as in dq: they cancel in da
     d_scores = weighed(d_scores, decay, None, DOT, True)
     for w in tl.static_range(len(queries.phi_hat)):
         if len(dpsi) == 0:

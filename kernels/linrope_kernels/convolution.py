@@ -1,8 +1,8 @@
 """The causal convolution of each channel: y_i = act(bias + sum_t weight[taps - 1 - t] x_(i - t)).
 
-b batch, n tokens, s sequences, c channels. Up to three tensors, the parts of x, have the channels together. A program
-computes a block of channels of one part. Tokens are counted through the batch, so that its rows are packed sequences of
-n tokens each. The inputs before a sequence are its rows of BEFORE, or 0.
+b batch, n tokens, s sequences, c channels. x is up to three tensors, its parts, which together have all channels. A
+program computes a block of channels of one part. Tokens are counted through the batch, so that its rows are packed
+sequences of n tokens each. The inputs before a sequence are its rows of BEFORE, or 0.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from linrope_kernels.start import start_kernel
 from linrope_kernels.tiles import power_of_two_from_16
 
 UNROLL = 4  # positions whose inputs are loaded together
-ENOUGH_PROGRAMS = 192  # of 8 warps, two of which fill a multiprocessor: an H200 has 132
+ENOUGH_PROGRAMS = 192  # of 8 warps. Two programs fill a multiprocessor, and an H200 has 132
 LONGEST = 2048  # positions of a chunk, whose products are summed one after another in float32
 SHORTEST = 32  # where programs share a channel: a chunk also loads 2 (taps - 1) inputs of its neighbours
 
@@ -31,7 +31,7 @@ SHORTEST = 32  # where programs share a channel: a chunk also loads 2 (taps - 1)
 
 @triton.jit
 def bound(CU_SEQLENS, sequence, sequences, n):
-    """A sequence's first token. On a GPU the table's values are unchecked: sequences stay in 0 .. n, and fill it."""
+    """A sequence's first token. On a GPU the bounds are unchecked: they are clamped, the first to 0, the last to n."""
     if CU_SEQLENS is None:
         return sequence * n
     else:
@@ -41,7 +41,7 @@ def bound(CU_SEQLENS, sequence, sequences, n):
 
 @triton.jit
 def sequence_at(CU_SEQLENS, sequences, n, position, GAP: tl.constexpr):
-    """The last sequence that begins at or before each position. Each begins with GAP extra positions."""
+    """The last sequence that begins at or before each position. A sequence begins with GAP extra positions."""
     if CU_SEQLENS is None:
         return tl.minimum(tl.maximum(position, 0) // (n + GAP), sequences - 1)
     else:
@@ -57,7 +57,7 @@ def sequence_at(CU_SEQLENS, sequences, n, position, GAP: tl.constexpr):
 
 @triton.jit
 def of_part(values, block, FIRST: tl.constexpr):
-    """That of the values, one per part, which belongs to this block of channels. FIRST: each part's first block."""
+    """The value of the part that has this block of channels. values: one per part. FIRST: each part's first block."""
     value = values[0]
     for i in tl.static_range(1, len(values)):
         value = tl.where(block < FIRST[i], value, values[i])
@@ -66,7 +66,7 @@ def of_part(values, block, FIRST: tl.constexpr):
 
 @triton.jit
 def channels_of(block, CHANNELS: tl.constexpr, FIRST: tl.constexpr, BC: tl.constexpr):
-    """A block's channels (1, BC), counted in its part and in all, which exist, and how many the part has."""
+    """A block's channels (1, BC), counted in its part and in all parts; which of them exist; the part's size."""
     first, offset, size = 0, 0, CHANNELS[1]
     for i in tl.static_range(1, len(CHANNELS) - 1):
         here = block >= FIRST[i]
@@ -93,7 +93,7 @@ def load_parameters(WEIGHT, strides, BIAS, channels, inside, TAPS: tl.constexpr)
 def load_inputs(X, strides, BEFORE, before_strides, sequence, token, row, is_token, is_row, inside):
     """X at ``token``, or BEFORE at that row of the sequence, else 0. X and BEFORE: pointers to the block's channels.
 
-    strides: from token to token, and from the last token of a row of the batch to the next row, less the former.
+    strides: from token to token, and what is added to that between two rows of the batch.
     """
     at = X + (token.to(tl.int64) * strides[0] + sequence.to(tl.int64) * strides[1])
     x = tl.load(at, mask=is_token & inside, other=0)
@@ -147,9 +147,10 @@ def convolve_fwd_kernel(
 
 @triton.jit
 def advance(CU_SEQLENS, sequences, n, position, span, WIDTH: tl.constexpr, BC: tl.constexpr):
-    """What is at a position, at most one after that of span: its token, its row of BEFORE, which it is, and the span.
+    """A position's token, its row of BEFORE, whether it is a token, whether it is a row, and its span.
 
-    span: the sequence, its first token and its last token + 1. A sequence's positions are WIDTH rows and its tokens.
+    span: a sequence, its first token and its last token + 1; the argument is that of the position before. A sequence's
+    positions are WIDTH rows and its tokens.
     """
     sequence, first, end = span
     ends = (position >= end + (sequence + 1) * WIDTH) & (sequence + 1 < sequences)
@@ -186,7 +187,7 @@ def convolve_bwd_kernel(
     inputs and da of two sequences never mix.
     """
     WIDTH: tl.constexpr = TAPS - 1
-    NOWHERE: tl.constexpr = -1  # a place; others are a token, or -2 - i for row i of D_BEFORE
+    NOWHERE: tl.constexpr = -1  # no place; a place is a token, or -2 - i for row i of D_BEFORE
     block, split = tl.program_id(0) % FIRST[-1], tl.program_id(0) // FIRST[-1]
     channel, channels, inside, size = channels_of(block, CHANNELS, FIRST, BC)
     weights, bias = load_parameters(WEIGHT, weight_strides, BIAS, channels, inside, TAPS)
@@ -303,7 +304,7 @@ class Convolution:
         return [x.shape[2] for x in self.parts]
 
     def blocks(self, channels: int) -> int:
-        """The number of blocks of so many channels."""
+        """The number of blocks, if each has this many channels."""
         return sum(-(-size // channels) for size in self.sizes)
 
     def constants(self, channels: int) -> dict[str, Any]:
@@ -382,14 +383,14 @@ def convolve_bwd(
 
 
 def block_of_channels(call: Convolution) -> int:
-    """64, or fewer if there are then enough programs that each sums over all positions: 16 fill a sector of memory."""
+    """64 channels, or fewer if each program can then sum over all positions. 16 channels fill a sector of memory."""
     most = min(64, power_of_two_from_16(max(call.sizes)))
     enough = (size for size in (64, 32, 16) if size <= most and call.blocks(size) >= ENOUGH_PROGRAMS)
     return next(enough, most)
 
 
 def chunk_length(positions: int, rows: int, blocks: int) -> int:
-    """Positions per chunk. It, and so the bits of a result, depend on sizes alone."""
+    """Positions per chunk. They depend on sizes alone, and so do the bits of a result."""
     splits = 1
     if blocks < ENOUGH_PROGRAMS:
         splits = min(-(-2 * ENOUGH_PROGRAMS // blocks), -(-positions // (rows * SHORTEST)))

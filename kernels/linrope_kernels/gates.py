@@ -85,7 +85,7 @@ def gates_bwd_kernel(
     DY, D_COMPLEMENT,  # the gradients of Y and COMPLEMENT; None: 0
     DX,  # (rows, dim)
     D_WEIGHT, D_BIAS,  # (parts, heads, dim) and (parts, heads) float32: the sums over each part's tokens
-    rows, tiles,  # tiles: of C tokens, in each part
+    rows, tiles,  # tiles: the number of tiles of C tokens in each part
     HEADS: tl.constexpr, DIM: tl.constexpr, SIGMOID: tl.constexpr, DOT: tl.constexpr,
     C: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +134,7 @@ def _constants(call: Any) -> dict[str, Any]:
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """x (b, n, dim) with all tokens equally far from one another."""
+    """x (b, n, dim) with the same distance between all neighbouring tokens."""
     b, n, _ = x.shape
     regular = x.stride(2) == 1 and (b == 1 or x.stride(0) == n * x.stride(1))
     return x if regular else x.contiguous()

@@ -1,4 +1,4 @@
-"""The backward pass: starts its kernels."""
+"""Starts the kernels of the backward pass."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class Gradients(NamedTuple):
 
 
 def new_terms(call: Any, x: Tensor, kernel: str, segments: Segments, writes: str = "") -> Terms:
-    """Empty terms of x's tokens and heads, for the gradients that the call has; writes: the kernel that has dv."""
+    """Empty terms of x's tokens and heads, for the gradients that the call has. writes: the kernel of dv; "": none."""
 
     def new(size: int) -> Tensor:
         return new_like(x, segments, *x.shape[:3], size, dtype=torch.float32)

@@ -33,15 +33,15 @@ ANCHOR = 128
 def boundary_products_kernel(
     TOTALS,  # (b g, s) float64: log decay summed over each segment
     FIRST_SPANS,  # (sequences + 1,) int32: the first segment of each packed sequence; None: not packed
-    states,  # (b g, s, f, e), (b g, s, f): each segment's own, which the state before it replaces
-    gradients,  # the same of the gradient: each segment's own
+    states,  # (b g, s, f, e), (b g, s, f): of each segment alone; overwritten by the state before it
+    gradients,  # the state's gradient likewise, but not overwritten
     start,  # (b g, f, e), (b g, f): the first state; None: 0
     d_end,  # the gradient of the last state, likewise
     PRODUCTS,  # (b g, boundaries, BLOCKS) float64
     g, segments, boundaries,
     F: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """<S, dS> + <z, dz> between segments, before the first and after the last; each program has BLOCK numbers of S."""
+    """<S, dS> + <z, dz> between segments, before the first and after the last; each program has BLOCK elements of S."""
     BLOCKS: tl.constexpr = (F * E + BLOCK - 1) // BLOCK
     S, Z = states
     DS, DZ = gradients
@@ -121,7 +121,7 @@ def log_decay_kernel(
     missing = (high - low - tl.sum(x, 0)) / tl.maximum(end - first, 1)
     d_log = low + (tl.cumsum(x, 0) - x) + missing * (rows - first)
     a = load_per_token(log, Chunk(batch, kv_head, rows, inside))
-    d_log = tl.where(a < MIN_LOG_DECAY, 0.0, d_log)  # gates below it count as it
+    d_log = tl.where(a < MIN_LOG_DECAY, 0.0, d_log)  # lower gates are clamped to it
     tl.store(D_LOG + token, d_log.to(D_LOG.dtype.element_ty), mask=inside)
     if WRITE_TERMS is not None:
         d_write = tl.zeros([C], tl.float32)
@@ -153,7 +153,7 @@ def d_log_decay(
         boundary_products_kernel, call.sequences * g * blocks, totals, segments.first_spans, states, gradients,
         start or NO_STATE, d_end or NO_STATE, products, g, segments.number, boundaries, F=f, E=e, BLOCK=PREFIX_BLOCK,
     )  # fmt: skip
-    whole = call.log_decay.shape == (b, m, g)  # else it is still to be summed
+    whole = call.log_decay.shape == (b, m, g)  # else the caller sums it
     d_log = new_like(call.k, segments, b, m, g, dtype=call.log_decay.dtype if whole else torch.float64)
     d_write = None if terms_k.write is None else new_like(call.k, segments, b, m, g, dtype=torch.float32)
     query_blocks = 1 if terms_q.log is None else terms_q.log.shape[3]

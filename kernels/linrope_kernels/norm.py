@@ -2,11 +2,11 @@
 
     u = (out + D v) f(z);    u = weight u rsqrt(mean(u^2) + eps);    y = (u + D v) f(z)
 
-where D v and f(z) stand either before or after the norm. b batch, n tokens, h heads, g heads of v, e values.
+where D v and f(z) each stand either before or after the norm. b batch, n tokens, h heads, g heads of v, e values.
 
 A tile has R rows of BE values: T tokens, for each GB heads of v, for each the RP >= h / g heads that share it. A
 token's values are several blocks, of heads and then of columns, if they do not fit a tile. A program goes through LOOP
-of them: those that share a norm. With more than one, it reads them for their mean and once more for the result.
+of them: those that share a norm. With more than one, it reads them twice, for their mean and for the result.
 """
 
 from functools import cache
@@ -25,8 +25,8 @@ from linrope_kernels.tiles import power_of_two, power_of_two_from_16
 
 BLOCK = 1024  # elements of a tile: 8 per thread, 16 bytes of bfloat16
 WHOLE = {"head": 8192, "all": 4096}  # most elements of a tile with all values of a norm: more would spill
-LOOPED = 4096  # elements of other tiles of a norm: several tokens, whose sums go to memory at once
-WARPS = 4096  # of all programs of the backward pass: 8 programs of 4 for each of an H100's multiprocessors
+LOOPED = 4096  # elements of other tiles of a norm: several tokens, whose sums go to memory together
+WARPS = 4096  # of all programs of the backward pass: 8 programs of 4 warps on each multiprocessor of an H100
 
 
 class Inputs(NamedTuple):
@@ -134,7 +134,7 @@ def load_weight(x, place):
 def part_of_mean(x, y, SHAPE: tl.constexpr, HOW: tl.constexpr):
     """(R,): what each row adds to the mean of x y over a norm's values.
 
-    The division comes first: of a square the compiler knows that ``rounded_products`` does not change it.
+    The division comes first, as the compiler knows that adding 0 (``rounded_products``) does not change a square.
     """
     size: tl.constexpr = SHAPE.HEADS * SHAPE.E if HOW.OVER_ALL else SHAPE.E
     return sum_of_products(x, y * (1 / size), 1)
@@ -230,7 +230,7 @@ def norm_bwd_kernel(
 ):  # fmt: skip
     """With r = rsqrt(mean(u^2) + eps) and g the gradient of weight u r: du = r (g weight - u r mean(g weight u r)).
 
-    SHARED: one weight for all heads. A single block keeps its sums in registers, LOOP blocks in memory.
+    SHARED: one weight for all heads. The sums of a single block stay in registers, those of several go to memory.
     """
     SHAPE: tl.constexpr = Shape(HEADS, GROUP, E, COLUMNS, T, GB, RP, BE)
     KV_SHAPE: tl.constexpr = Shape(HEADS // GROUP, 1, E, COLUMNS, T, GB, 1, BE)
@@ -363,7 +363,7 @@ def _start(
 
 
 def norm_fwd(call: Any) -> Tensor:
-    """call: the record of linrope/ops/norm.py. This package only reads its fields."""
+    """y (b, n, h e). call: the record of linrope/ops/norm.py, whose fields this package only reads."""
     b, n, h, e = call.out.shape
     y: Tensor = call.out.new_empty(b, n, h * e)
     if y.numel():

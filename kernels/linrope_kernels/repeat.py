@@ -1,7 +1,7 @@
 """Repeats a pass of a call, forward or backward, without the Python that decides what it launches.
 
-A pass makes new tensors and starts kernels. Which ones follows from the call's settings and from what its tensors look
-like. So the second pass is recorded and written out as a function of its tensors, for all passes with the same key:
+A pass makes new tensors and starts kernels. Which ones follows from its key: the call's settings, and what its tensors
+look like. So the second pass with a key is recorded as a function of its tensors, which later passes call:
 
     def repeat(t0, t1, t2):
         n0 = empty((8, 512, 16, 64), dtype=c0, device=c1)
@@ -56,7 +56,7 @@ def repeated(key: Hashable, tensors: Sequence[Tensor | None], run: Callable[[], 
     if known is None and why_forgetful() is None:
         if len(_PASSES) >= MOST_PASSES:
             _PASSES.clear()
-        _PASSES[key] = ONCE  # a record takes as long as many passes: a length that never returns gets none
+        _PASSES[key] = ONCE  # recording takes as long as many passes: a length met once is not recorded
     if known is None or known is NEVER:
         return run()
     if known is not ONCE:
@@ -99,7 +99,7 @@ class _Recording(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         x = func(*args, **(kwargs or {}))
         if self.launching:
-            pass  # it is Triton's own
+            pass  # an operation of Triton's own
         elif func in _MAKES and x.is_contiguous():
             name = self.names[id(x)] = f"n{len(self.new)}"
             self.new[name] = x
@@ -124,7 +124,7 @@ class _Recording(TorchFunctionMode):
         return name
 
     def _written(self, x: Any, names: set[str], *, result: bool = False) -> str:
-        """An expression for x; names: those in it are added. A compiled kernel takes any tuple for a named one."""
+        """An expression for x, with its names added to ``names``. A compiled kernel takes any tuple for a named one."""
         if isinstance(x, Tensor):
             name = self.names.get(id(x))
             self.complete &= name is not None  # else something but the pass made it
@@ -138,7 +138,7 @@ class _Recording(TorchFunctionMode):
         return repr(x) if x is None or type(x) in (bool, int, float, str) else self._constant(x)
 
     def function(self, results: Any) -> Callable[..., Any] | str:
-        """The pass as a function of its tensors, or NEVER: it does what cannot be written down."""
+        """The pass as a function of its tensors; NEVER if it does what cannot be written down."""
         last: set[str] = set()
         lines = [f"return {self._written(results, last, result=True)}"]
         if not self.complete:

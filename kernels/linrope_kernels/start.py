@@ -1,8 +1,8 @@
 """Starts kernels, and remembers which compiled kernel belongs to which arguments.
 
-Triton looks it up anew in each launch, which takes tens of microseconds: longer than a short kernel runs. A launch that
-is like an earlier one skips that, and with it Triton's check that the global variables that a kernel reads have not
-changed (linrope's are constants), its hooks before a launch, and its settings for debugging.
+Triton looks up the compiled kernel anew in each launch, which takes tens of microseconds: longer than a short kernel
+runs. A launch like an earlier one skips the lookup, and with it Triton's check that the global variables that a kernel
+reads have not changed (linrope's are constants), its ``pre_run_hooks``, and its settings for debugging.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 MOST_LAUNCHES = 4096  # to remember: shapes may vary without end
 # For each key: the compiled kernel, and the values of its constants in the order of its signature
 _LAUNCHES: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-# Takes the place of ``start`` in passes of which repeat.py makes a record
+# Takes the place of ``start`` in passes that repeat.py records
 RECORDER: ContextVar[Callable[..., object] | None] = ContextVar("RECORDER", default=None)
 
 
@@ -29,7 +29,7 @@ def start_kernel(kernel: Any, programs: int, *args: Any, **constants: Any) -> No
 def start(
     kernel: Any, programs: int, args: tuple[Any, ...], constants: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """Starts a kernel. Returns what starts it again, and all arguments of that; None: nothing can."""
+    """Starts a kernel. Returns a function that starts it again, and its arguments; None: there is none."""
     if why_forgetful() is not None:
         kernel[(programs,)](*args, **constants)
         return None
@@ -58,9 +58,9 @@ def _by_width(kernel: Any) -> tuple[int, ...]:
 def likeness(args: tuple[Any, ...], by_width: tuple[int, ...] = ()) -> tuple[Any, ...]:
     """The arguments of a launch as a key: two launches with equal keys can run the same compiled kernel.
 
-    It has what a compiled kernel depends on: of a tensor the dtype, the device, and whether its address is a multiple
-    of 16; of an integer its width and, unless its place is in ``by_width``, whether it is 1 or a multiple of 16; of
-    other numbers the type.
+    The key has what a compiled kernel depends on: of a tensor the dtype, the device, and whether its address is a
+    multiple of 16; of an integer its width and, unless its place is in ``by_width``, whether it is 1 or a multiple of
+    16; of other numbers the type.
     """
     found = [*map(_alike, args)]
     for i in by_width:
@@ -84,7 +84,7 @@ def _alike(x: Any) -> Any:
 
 @lru_cache(MOST_LAUNCHES, typed=True)
 def _integers_alike(x: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of a tuple that begins with an integer, such as strides, which has no tensors."""
+    """``_alike`` for a tuple that begins with an integer, such as strides, and has no tensors."""
     return tuple(map(_alike, x))
 
 
@@ -92,7 +92,7 @@ def _integers_alike(x: tuple[Any, ...]) -> tuple[Any, ...]:
 def why_forgetful() -> str | None:
     """The reason why no launch is remembered; None: all are.
 
-    This release of Triton must compile one kernel for arguments that are alike, by its own account.
+    They are, if Triton's own rules give arguments with equal keys the same compiled kernel.
     """
     try:
         from triton.backends.compiler import BaseBackend

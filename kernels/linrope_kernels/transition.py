@@ -162,7 +162,7 @@ def own_states(
     call: Any, segments: Segments, table: Tensor | None, states: State, totals: Tensor | None,
     queries: Queries | None = None,
 ) -> None:  # fmt: skip
-    """Computes the state of each segment alone, and its log decay if wanted; for queries the state's gradient."""
+    """Computes the state of each segment alone, and its log decay if wanted; with queries, the state's gradient."""
     tokens = tokens_of(call, table, None, segments)
     x, y, den, delta, group = queries or Queries(call.k, call.v, None, None, call.group)
     if queries is not None:

@@ -38,7 +38,7 @@ class _BackendCall(NamedTuple):
 def flatten(backend: str, call: Call, sums: Sums | None) -> tuple[Any, ...]:
     """The operator's arguments, without ``save``."""
     kv, z, angle = sums or (None, None, None)
-    if torch.compiler.is_compiling():  # it cannot trace an attrgetter
+    if torch.compiler.is_compiling():  # the compiler cannot trace an attrgetter
         inputs, others, settings = (tuple(getattr(call, name) for name in names) for names in _GROUPS)
     else:
         inputs, others, settings = (values(call) for values in _getters)
@@ -49,7 +49,7 @@ def _unflatten(*arguments: Any) -> _BackendCall:
     named = dict(zip(_ARGUMENTS, arguments))
     take = named.pop
     backend, kv, z, angle = take("backend"), take("kv"), take("z"), take("angle")
-    # Changing a call takes a fraction of the time to make one.
+    # Changing a call takes a fraction of the time of making one.
     return _BackendCall(backend, _BLANK.changed(**named), None if kv is None else Sums(kv, z, angle))
 
 
@@ -61,7 +61,7 @@ def _module(name: str) -> ChunkedBackend:
 
 
 class _AttentionOperator(Operator[_BackendCall]):
-    """Attends. The results are out, empty if it is not wanted, and the last kv and z, None if not wanted."""
+    """Attends. The results are out, empty if not wanted, and the last kv and z, None if not wanted."""
 
     name = "attend"
     types = _ARGUMENTS

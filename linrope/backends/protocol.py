@@ -44,7 +44,7 @@ class Backend(Protocol):
 
     @property
     def CLAMPS_GATES(self) -> bool:
-        """True: log_decay may be below MIN_LOG_DECAY, and counts as that. False: the backend never gets such gates."""
+        """True: the backend clamps log_decay to MIN_LOG_DECAY itself. False: it never gets lower gates."""
 
     def why_not(self) -> str | None:
         """The reason why the backend cannot run on this machine; None: it can."""

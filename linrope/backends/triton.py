@@ -4,13 +4,18 @@ The backward pass needs q, k, v, the normalizer, the states at the starts of seg
 feature pairs, out. In Triton's interpreter (TRITON_INTERPRET=1 before Python starts) it runs CPU tensors, for tests.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from linrope_kernels import INTERPRETED
+from linrope_kernels.convolution import convolve_bwd, convolve_fwd
 from linrope_kernels.forward import attend_fwd, empty_saved, reads_out
+from linrope_kernels.gates import gates_bwd, gates_fwd
 from linrope_kernels.gradients import attend_bwd, state_bwd
 from linrope_kernels.launch import NO_STATE, State, new_state, repeat
+from linrope_kernels.norm import norm_bwd, norm_fwd
+from linrope_kernels.repeat import repeat_launcher
 from linrope_kernels.segments import RunningSums
 from linrope_kernels.start import why_forgetful
 from linrope_kernels.step import step_fwd
@@ -38,6 +43,9 @@ CLAMPS_GATES = True
 MAPS = dict.fromkeys(("elu+1", "relu", "relu2", "exp", "silu", "identity"))  # those of linrope_kernels.pieces
 MAX_DIM = 256
 MIN_CAPABILITY = (8, 0)
+_LAUNCHERS: dict[str, Callable[..., Any]] = {
+    run.__name__: run for run in (convolve_fwd, convolve_bwd, gates_fwd, gates_bwd, norm_fwd, norm_bwd)
+}
 NO_PHASES = (None, None)
 
 
@@ -83,6 +91,12 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     if f > MAX_DIM or e > MAX_DIM:
         return f"{f} features and {e} values per head: it takes up to {MAX_DIM} of each; use backend='eager'"
     return None
+
+
+def launch(launcher: str, record: Sequence[Any], *others: Tensor | None) -> Any:
+    """Calls a launcher of an operator around the attention. record: its arguments, the first of them a tensor."""
+    with torch.cuda.device_of(record[0]):
+        return repeat_launcher(_LAUNCHERS[launcher], record, *others)
 
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:

@@ -129,7 +129,7 @@ def _step_after(model: DecodableModel, states: list[Any]) -> Callable[[Tensor], 
 
 
 def _step_in_place(model: DecodableModel, states: list[Any]) -> Callable[[Tensor], Tensor]:
-    """Like ``_step_after``, but what is overwritten are always these states, whose addresses a graph has recorded."""
+    """Like ``_step_after``, but always overwrites these states, whose addresses a graph records."""
     check_fixed_size(states)
 
     def step(tokens: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def _step_in_place(model: DecodableModel, states: list[Any]) -> Callable[[Tensor
 
 
 def check_fixed_size(states: Sequence[Any]) -> None:
-    """Raises ValueError if a state is none that decoding can overwrite in place."""
+    """Raises ValueError unless decoding can overwrite every state in place."""
     for state in states:
         if not isinstance(state, LayerState):
             raise ValueError(
@@ -167,7 +167,7 @@ def _sample(
         probabilities.masked_fill_(probabilities.cumsum(-1) - probabilities >= top_p, 0)
     if values_readable(probabilities) and not bool(probabilities.isfinite().all()):
         raise RuntimeError("logits: got NaN or infinity, expected finite numbers to sample from")
-    # torch.multinomial draws in the same way, but on a GPU it waits to look at the probabilities.
+    # torch.multinomial draws in the same way, but on a GPU it waits for the probabilities to check them.
     draws = torch.empty_like(probabilities).exponential_(generator=generator)
     chosen = probabilities.div(draws).argmax(-1, keepdim=True)
     return order.indices.gather(-1, chosen)[:, 0]

@@ -104,8 +104,7 @@ class LinearRoPEAttention(Mixer):
                     x_dim, g, units, gate.longest, rank, gate.bound, **factory
                 )
             else:
-                tied = config.write_gate == "tied"
-                self.forget_gate = ForgetGate(x_dim, g, gate.longest, writes=tied, **factory)
+                self.forget_gate = ForgetGate(x_dim, g, gate.longest, **factory)
             if config.write_gate == "independent":
                 self.write_gate = WriteGate(x_dim, g, gate.longest, **factory)
         self.erase_gate = None
@@ -259,8 +258,10 @@ class LinearRoPEAttention(Mixer):
             (q, k, v), conv = self._convolve(projected, key_mask, cu_seqlens, before, shard, want_last)
         k, v = self._keys(k), self._values(v)
         write = None if self.write_gate is None else self.write_gate(x)
-        gates: Any = None if self.forget_gate is None else self.forget_gate(x)
-        log_decay, write = gates if isinstance(gates, tuple) else (gates, write)
+        if self.config.write_gate == "tied" and self.forget_gate is not None:
+            log_decay, write = self.forget_gate(x, writes=True)
+        else:
+            log_decay = None if self.forget_gate is None else self.forget_gate(x)
         erase = None if self.erase_gate is None else self.erase_gate(x)
         norm_suffices = self._out_norm_replaces_normalizer and v.dtype != torch.float16
         options: Options = {

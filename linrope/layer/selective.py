@@ -40,15 +40,14 @@ class ForgetGate(nn.Module):
 
         log_decay = log f = log sigmoid(W x + b)        w = 1 - f
 
-    It maps x (b, n, embed_dim) to log_decay (b, n, num_heads) <= 0 or, with ``writes``, to log_decay and w. The results
-    are float32 or wider whatever the dtypes of x and the weights, because half precision has few numbers near 1. b
-    starts from ``spread``, and W starts small.
+    It maps x (b, n, embed_dim) to log_decay (b, n, num_heads) <= 0 or, with writes=True, to log_decay and the tied
+    write gate w, the argument ``write`` of ``linear_rope_attention``. Both are float32 or wider whatever the dtypes of
+    x and the weights, because half precision has few numbers near 1. b starts from ``spread``, and W starts small.
 
     Args:
         embed_dim: size of x.
         num_heads: g.
         longest: half-life of the slowest head at the start, in tokens. With 1, all heads start at a decay of 1/2.
-        writes: whether a tied write gate w is wanted, the argument ``write`` of ``linear_rope_attention``.
 
     Source: the gate per head of Mamba-2 (arXiv 2405.21060) and GLA (arXiv 2312.06635), with other initial values; the
     tied gates of the minimal GRU (arXiv 1603.09420) and of HGRN (arXiv 2311.04823).
@@ -64,12 +63,11 @@ class ForgetGate(nn.Module):
         num_heads: int,
         longest: float = LONGEST,
         *,
-        writes: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.longest, self.writes = longest, writes
+        self.longest = longest
         self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         self.reset_parameters()
@@ -79,13 +77,11 @@ class ForgetGate(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
         self.bias.copy_(spread(len(self.bias), self.longest).logit())
 
-    def forward(self, x: Tensor) -> Any:
-        compute = forget_and_write_gates if self.writes else gates
-        return compute(x, self.weight, self.bias)
+    def forward(self, x: Tensor, writes: bool = False) -> Any:
+        return (forget_and_write_gates if writes else gates)(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        text = f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}, longest={self.longest}"
-        return f"{text}, writes=True" if self.writes else text
+        return f"{self.weight.shape[1]}, num_heads={self.weight.shape[0]}, longest={self.longest}"
 
 
 class SigmoidGate(nn.Module):

@@ -46,8 +46,8 @@ class Plan:
     backend: Backend | None = None  # ``backends.choose`` looks at the features: the first call fills it in
     # For one more token of each sequence, without a mask, packing or positions of its own
     step: native.Step | None = None
-    # True: a backend gets the call's own tensors, at positions that are the same in all such calls. The first one then
-    # fills in the positions, and the fields in which the backend's call differs from the caller's.
+    # True: a backend gets the call's own tensors, at positions that are the same in all such calls. The first such call
+    # fills in ``tokens``, the positions, and ``resolved``, the fields in which the backend's call differs from it.
     steady: bool = False
     tokens: Tokens | None = None
     resolved: dict[str, Any] | None = None
@@ -147,7 +147,7 @@ def _make(call: Call, traced: bool) -> Plan:
         or isinstance(backends.first_of(call.backend, resolved, state), str)
     ):
         plan.elementwise, plan.unit = None, 0
-    by_kernel = (  # it applies the map, and rotates by consecutive positions
+    by_kernel = (  # a kernel applies the map, and rotates by consecutive positions
         not traced
         and plan.elementwise is not None
         and call.positions is call.key_positions is call.cu_seqlens is None

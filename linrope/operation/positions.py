@@ -93,7 +93,7 @@ def resolve_positions(
 
 
 def _takes_constants(keys: Tensor) -> bool:
-    """False while tracing, and while a CUDA graph is captured, which would not copy them to its device."""
+    """False while tracing, and while a CUDA graph is captured, when constants cannot be copied to the device."""
     if keys.device.type == "cpu":
         return values_readable(keys)
     return not traced(keys) and not (keys.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,8 +1,6 @@
 """What the operators ask of their arguments, and which kernels can take them."""
 
 from collections.abc import Iterable, Sequence
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
     """Raises ValueError unless x has one of the shapes."""
     if (
         not torch.compiler.is_compiling() and x.shape in shapes
-    ):  # faster than what follows, which short calls notice
+    ):  # the check below takes noticeable time in a short call
         return
     if not any(len(shape) == x.ndim and all(a == b for a, b in zip(x.shape, shape)) for shape in shapes):
         expected = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
@@ -46,7 +44,7 @@ def choose(
 ) -> str:
     """The backend that runs the call: "native" or "triton", which are kernels, or "eager", plain PyTorch.
 
-    "auto" takes the kernel for the tensors' device where it can run, else eager.
+    "auto" takes the kernel for the tensors' device if it can run the call, else eager.
 
     too_large: the reason why the kernels cannot take these sizes; None: they can. kernels: those that the operator has.
 
@@ -76,25 +74,17 @@ def _why_not(name: str, tensors: list[Tensor]) -> str | None:
     if name == "native":
         return native.why_not() if device.type == "cpu" else f"tensors on {device}: native runs on CPUs only"
     try:
-        from linrope.backends import triton  # imports Triton, which may be absent
+        from linrope.backends import triton
     except ImportError as error:
         return str(error)
     return triton.why_not_on(device)
 
 
-def launch(module: str, launcher: str, record: Sequence[Any], *others: Tensor | None) -> Any:
-    """Calls a launcher of the Triton kernels. record: an operator's arguments, of which the first is a tensor."""
-    repeat, run = _launcher(module, launcher)
-    with torch.cuda.device_of(record[0]):
-        return repeat(run, record, *others)
+def launch(launcher: str, record: Sequence[Any], *others: Tensor | None) -> Any:
+    """Calls a launcher of the Triton kernels by its name. record: an operator's arguments, of which x is the first."""
+    from linrope.backends import triton  # imports Triton, which may be absent
 
-
-@cache
-def _launcher(module: str, name: str) -> tuple[Any, Any]:
-    """``repeat_launcher``, and a function of linrope_kernels, which imports Triton."""
-    from linrope_kernels.repeat import repeat_launcher
-
-    return repeat_launcher, getattr(import_module(f"linrope_kernels.{module}"), name)
+    return triton.launch(launcher, record, *others)
 
 
 def with_dense_rows(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

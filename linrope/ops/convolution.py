@@ -215,14 +215,14 @@ class _Convolve(Operator[_Convolution]):
             if record.x2 is None:
                 return run_operator("convolve", _native(record)), None, None, []
             return _results([run_operator("convolve", _native(x)) for x in _split(record)])
-        ys = launch("convolution", "convolve_fwd", record)
+        ys = launch("convolve_fwd", record)
         return _results([converted(y, x.dtype) for x, y in zip(_parts(record), ys)])
 
     def backward(self, record: _Convolution, saved: list[Tensor], g: Tensors) -> Tensors:
         if record.kernel == "native":
             d_parts, *others = _native_backward(record, g)
         else:
-            d_parts, *others = launch("convolution", "convolve_bwd", record, *g)
+            d_parts, *others = launch("convolve_bwd", record, *g)
         found = *d_parts, *(None,) * (MAX_PARTS - len(d_parts)), *others
         return [gradient_of(x, d_x) for x, d_x in zip(record[:6], found)]
 
@@ -231,7 +231,7 @@ _CONVOLVE = _Convolve()
 
 
 def _results(ys: list[Tensor]) -> Output:
-    """As the operator returns them; it saves nothing."""
+    """ys as the operator returns them, which saves nothing."""
     return *ys, *[None] * (MAX_PARTS - len(ys)), []
 
 

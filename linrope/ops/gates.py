@@ -1,4 +1,4 @@
-"""Gates: a number from each token for each head, which says how much of the past to keep, write or erase."""
+"""Gates: a number per token and head that says how much to keep, write or erase."""
 
 from typing import NamedTuple, get_type_hints
 
@@ -40,7 +40,7 @@ def gates(
         weight: W (g, dim).
         bias: b (g,).
         activation: "log_sigmoid", or "sigmoid".
-        backend: "auto", "triton" or "eager". "auto" takes triton on a GPU if it can, else eager.
+        backend: "auto", "triton" or "eager". "auto" takes triton on a GPU if it can run the call, else eager.
 
     Returns:
         y (b, n, g). It has gradients for x, weight and bias.
@@ -76,7 +76,7 @@ def forget_and_write_gates(
 
 
 def log_sigmoid(y: Tensor) -> Tensor:
-    """log sigmoid(y), in a form that ONNX and a single token take well."""
+    """log sigmoid(y), in a form that is precise in ONNX and fast for a single token."""
     if torch.onnx.is_in_onnx_export():
         return F.logsigmoid(_float64_for_onnx(y)).to(y.dtype)
     return F.softplus(y, beta=-1, threshold=40)  # F.logsigmoid wakes PyTorch's threads even for one token
@@ -122,7 +122,7 @@ def _run(
 
 
 class _GateOperator(Operator[_Gates]):
-    """The Triton kernel and the definition. On a CPU the definition is PyTorch's own product and few elements.
+    """The Triton kernel and the definition: on a CPU a matrix product and few elements, which require no kernel.
 
     The results are y and, with ``complement``, 1 - e^y, else an empty tensor.
     """
@@ -149,7 +149,7 @@ class _GateOperator(Operator[_Gates]):
         return y, torch.empty_like(y) if record.complement else y.new_empty(0), []
 
     def forward(self, record: _Gates, save: bool) -> Output:
-        y, complement = launch("gates", "gates_fwd", record)
+        y, complement = launch("gates_fwd", record)
         return y, y.new_empty(0) if complement is None else complement, []
 
     def reads_results(self, record: _Gates) -> bool:
@@ -158,7 +158,7 @@ class _GateOperator(Operator[_Gates]):
     def backward(self, record: _Gates, saved: list[Tensor], g: Tensors) -> Tensors:
         dy, d_complement = g
         found: Tensors = launch(
-            "gates", "gates_bwd", record, saved[0], dy, d_complement if record.complement else None
+            "gates_bwd", record, saved[0], dy, d_complement if record.complement else None
         )
         return found
 

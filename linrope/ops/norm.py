@@ -205,12 +205,12 @@ class _Norm(Operator[_GatedNorm]):
 
     def forward(self, record: _GatedNorm, save: bool) -> Output:
         if record.kernel == "triton":
-            return launch("norm", "norm_fwd", record), []
+            return launch("norm_fwd", record), []
         return converted(run_operator("gated_norm", _kernel_arguments(record)), record.out.dtype), []
 
     def backward(self, record: _GatedNorm, saved: list[Tensor], g: Tensors) -> Tensors:
         if record.kernel == "triton":
-            return launch("norm", "norm_bwd", record, g[0])  # type: ignore[no-any-return]
+            return launch("norm_bwd", record, g[0])  # type: ignore[no-any-return]
         arguments = _kernel_arguments(record)
         gradient = with_dense_rows(g[0], arguments["out"].dtype)
         d_out, d_gate, d_v, d_weight, d_skip = run_operator(

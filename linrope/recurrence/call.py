@@ -134,7 +134,7 @@ class Call(Resolved, Settings, TokenLayout, Inputs):
     def expanded(self, *, written: bool = True) -> "Call":
         """The same call, but each value head has a query and a key of its own, and values are multiplied by write.
 
-        The products are float32 or wider. written=False: write stays as it is.
+        The products are float32 or wider. written=False: values are not multiplied, and write stays.
         """
         v, write = self.v, self.write
         if self.value_group == 1 and (write is None or not written):

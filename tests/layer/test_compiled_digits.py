@@ -29,13 +29,13 @@ class Gates(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forget, self.write = ForgetGate(8, 5, 1e6, writes=True), WriteGate(8, 5, 1e6)
+        self.forget, self.write = ForgetGate(8, 5, 1e6), WriteGate(8, 5, 1e6)
         self.share = TrapezoidGate(8, 5)
         self.steps = SelectiveSteps(8, Rotary(6), 5)
         nn.init.normal_(self.steps.up, std=1e-6)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        gates = [*self.forget(x), self.write(x), self.share(x), self.steps(x)]
+        gates = [*self.forget(x, writes=True), self.write(x), self.share(x), self.steps(x)]
         small = F.softplus(20 * x - 12)  # as in a Mamba-2 layer's step sizes
         return [*gates, small]
 

@@ -1,4 +1,4 @@
-"""Lets generate() use prepared decoding steps, if the model and its cache allow that, or a CUDA graph."""
+"""Lets generate() use prepared decoding steps if the model and its cache allow that, or a CUDA graph on request."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -23,7 +23,7 @@ class _Prepared:
     """The step of one call of generate(). The first one-token call on a cache with states makes it."""
 
     def __init__(self, graph: bool) -> None:
-        self.graph = graph  # whether the step is a graph, which takes every one-token call or raises an error
+        self.graph = graph  # True: the step is a graph, which takes every one-token call or raises an error
         self.step: ModelStep | _GraphOfLayers | None = None
         self.model: nn.Module | None = None  # the model that the step was made for, or could not be made for
 
@@ -90,10 +90,10 @@ def step_of_generate(
 def _step_of_graph(
     prepared: _Prepared, model: Any, cache: Any, x: Tensor, tokens: Mapping[str, Tensor | None], hidden: bool
 ) -> Tensor | None:
-    """``step_of_generate`` with graph=True. None: a prompt of one token.
+    """``step_of_generate`` with graph=True. None: the call is a prompt of one token.
 
     Raises:
-        ValueError: the call is none that the graph can take.
+        ValueError: the graph cannot take the call.
     """
     states = [layer.state for layer in cache.layers]
     if None in states:

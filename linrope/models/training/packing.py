@@ -10,10 +10,10 @@ from linrope.models.training.batch import NO_TARGET
 
 
 def pack(documents: Sequence[Tensor], *, tokens: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Packs documents into one row whose shapes do not depend on them, as CUDA graphs and torch.compile require.
+    """Packs documents into one row whose shapes do not depend on them, as CUDA graphs require.
 
-    The rest of the row is filled with zeros, which are a sequence of their own without targets, and the bounds with
-    empty sequences. So the loss and its gradients are those of the documents alone:
+    Zeros fill the row: a sequence of its own, without targets. Empty sequences fill the bounds. So the loss and its
+    gradients are those of the documents alone:
 
         F.cross_entropy(logits.flatten(0, 1), targets.flatten())        with model(row, cu_seqlens=cu_seqlens)
 
