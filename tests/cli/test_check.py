@@ -56,7 +56,9 @@ def own_plans() -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_plans")
 def test_a_table_has_a_line_for_each_backend_and_dtype(run, monkeypatch) -> None:
-    monkeypatch.setattr(backends, "load", lambda name: "it is missing" if name in ("native", "triton") else eager)
+    monkeypatch.setattr(
+        backends, "load", lambda name: "it is missing" if name in ("native", "triton") else eager
+    )
     printed = run("check --seconds 0")
     lines = [line.split() for line in printed.splitlines() if line.split()[:2] == ["eager", "cpu"]]
     assert [line[2] for line in lines] == ["float32", "bfloat16", "float16"]
