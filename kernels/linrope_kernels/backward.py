@@ -9,7 +9,7 @@ T is the gradient of the state S, and dz that of z. With decay each product of a
 by e^(D_i - D_j), and the T and dz that leave a chunk are decayed to the token before it.
 
 The gradients of log decay and of angle steps are sums over tokens. The kernels store each token's terms:
-<phi, dphi> and <psi, dpsi> for log decay, which gradients.py sums; <J phi, R^T dphi^> and <J psi, R^T dpsi^>
+<phi, dphi> and <psi, dpsi> for log decay, which log_decay.py sums; <J phi, R^T dphi^> and <J psi, R^T dpsi^>
 for angle steps, which the caller sums. J rotates each pair by 90 degrees. Where out = num / den, <phi, dphi> is 0
 up to rounding, but it is stored as computed: its error cancels part of the error of <psi, dpsi>.
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linrope_kernels.decay import expm1
+from linrope_kernels.launch import stages_of
 from linrope_kernels.partial_sums import sum_rows
 from linrope_kernels.pieces import operand
 from linrope_kernels.start import start_kernel
@@ -87,7 +88,7 @@ def gates_bwd_kernel(
     D_WEIGHT, D_BIAS,  # (parts, heads, dim) and (parts, heads) float32: the sums over each part's tokens
     rows, tiles,  # tiles: the number of tiles of C tokens in each part
     HEADS: tl.constexpr, DIM: tl.constexpr, SIGMOID: tl.constexpr, DOT: tl.constexpr,
-    C: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
+    C: tl.constexpr, G: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """K columns of dx = W^T d and of dW = sum d x^T, for a part of the tokens; d is the gradient of W x + b:
 
@@ -99,7 +100,7 @@ def gates_bwd_kernel(
     head, column = tl.arange(0, G), block * K + tl.arange(0, K)
     weight = operand(load_tile(WEIGHT, DIM, head, column, HEADS, DIM), DOT)
     d_weight, d_bias = tl.zeros([G, K], tl.float32), tl.zeros([G], tl.float32)
-    for tile in range(tiles):
+    for tile in tl.range(0, tiles, num_stages=STAGES):
         row = (part * tiles + tile) * C + tl.arange(0, C)
         y = load_tile(Y, HEADS, row, head, rows, HEADS)
         d = tl.zeros([C, G], tl.float32)
@@ -119,17 +120,19 @@ def gates_bwd_kernel(
         at = DX + row.to(tl.int64)[:, None] * DIM + column[None, :]
         tl.store(at, dx.to(DX.dtype.element_ty), mask=inside)
     inside = (head < HEADS)[:, None] & (column < DIM)[None, :]
-    tl.store(D_WEIGHT + (part * HEADS + head)[:, None] * DIM + column[None, :], d_weight, mask=inside)
+    tl.store(
+        D_WEIGHT + (part.to(tl.int64) * HEADS + head)[:, None] * DIM + column[None, :], d_weight, mask=inside
+    )
     if block == 0:
         tl.store(D_BIAS + part * HEADS + head, d_bias, mask=head < HEADS)
 
 
 def _constants(call: Any) -> dict[str, Any]:
     half = call.x.dtype.itemsize == call.weight.dtype.itemsize == 2
-    heads, dim = call.weight.shape
+    (heads, dim), stages = call.weight.shape, stages_of(call.x, 3)
     return {
         "HEADS": heads, "DIM": dim, "SIGMOID": call.activation == "sigmoid", "DOT": "tf32" if half else "tf32x3",
-        "G": power_of_two_from_16(heads),
+        "G": power_of_two_from_16(heads), "STAGES": stages, "num_stages": stages,
     }  # fmt: skip
 
 
@@ -142,12 +145,12 @@ def _in_rows(x: Tensor) -> Tensor:
 
 def gates_fwd(call: Any) -> tuple[Tensor, Tensor | None]:
     """y and, if wanted, 1 - e^y, (b, n, heads) float32. call: the record of linrope/ops/gates.py."""
-    (b, n, _), x = call.x.shape, _in_rows(call.x)
+    (b, n, _), x, constants = call.x.shape, _in_rows(call.x), _constants(call)
     y = x.new_empty(b, n, call.weight.shape[0], dtype=torch.float32)
     complement = torch.empty_like(y) if call.complement else None
     start_kernel(
         gates_fwd_kernel, -(-b * n // 32), x, x.stride(1), call.weight.contiguous(), call.bias.contiguous(), y,
-        complement, b * n, **_constants(call), C=32, K=64, STAGES=3, num_warps=4, num_stages=3,
+        complement, b * n, **constants, C=32, K=32 if constants["DOT"] == "tf32x3" else 64, num_warps=4,
     )  # fmt: skip
     return y, complement
 

@@ -35,7 +35,7 @@ class Gradients(NamedTuple):
     v: Tensor
     start: State | None  # gradient of the first state, if there was one
     log_decay: Tensor | None  # (b, m, g)
-    write: Tensor | None  # (b, m, g), float32
+    write: Tensor | None  # (b, m, g) or, still to be summed, (b, m, g, blocks), float32
     angles: Tensor | None  # (b, m, g, P), float64: each token's <J phi, R^T dphi^> + <J psi, R^T dpsi^>
 
 
@@ -129,8 +129,8 @@ def _key_gradients(
     d_log = d_write = None
     if terms_k.log is not None:
         d_log, d_write = d_log_decay(call, terms_q, terms_k, (table, key_table), start, d_end, queries)
-    elif terms_k.write is not None:
-        d_write = terms_k.write.sum(3)
+    elif terms_k.write is not None:  # summed by the caller, as a pass with a sum could not be repeated
+        d_write = terms_k.write
     d_angles = None if terms_k.angles is None else _per_key_head(terms_k.angles, g)
     if d_angles is not None and terms_q.angles is not None:
         d_angles = d_angles + _per_key_head(terms_q.angles, g)

@@ -49,6 +49,11 @@ def _device(x: Tensor) -> _Device:
     return _gpu(x.get_device())
 
 
+def stages_of(x: Tensor, stages: int) -> int:
+    """How far loops over a sum are pipelined on x's device; for the reason see ``tiles.tile``."""
+    return 1 if _device(x).capability >= 100 else stages
+
+
 @cache  # PyTorch takes several microseconds, and a call asks a dozen times
 def _gpu(index: int) -> _Device:
     properties = torch.cuda.get_device_properties(index)

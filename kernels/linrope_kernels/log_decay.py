@@ -29,6 +29,13 @@ from linrope_kernels.transition import PREFIX_BLOCK, Queries, own_states
 ANCHOR = 128
 
 
+@triton.jit
+def load_numbers(S, Z, index, elements, f, inside, has_z, F: tl.constexpr, E: tl.constexpr):
+    """The elements of state ``index``, and its z in the programs that have it."""
+    s = tl.load(S + index * F * E + elements, mask=inside, other=0)
+    return s, tl.load(Z + index * F + f, mask=has_z, other=0)
+
+
 @triton.jit(do_not_specialize=["g", "segments", "boundaries"])
 def boundary_products_kernel(
     TOTALS,  # (b g, s) float64: log decay summed over each segment
@@ -64,26 +71,34 @@ def boundary_products_kernel(
         FIRST_SPANS += bg // g
         first, last, base = tl.load(FIRST_SPANS), tl.load(FIRST_SPANS + 1), bg % g * segments
         PRODUCTS += (bg % g * boundaries + bg // g - bg * boundaries) * BLOCKS
+    # Each iteration loads what the next one adds, because there may be few programs with many segments.
+    s_next, z_next = load_numbers(
+        S, Z, base + first, elements, f, inside & (first < last), has_z & (first < last), F, E
+    )
     for segment in range(first, last):
-        index = base + segment
-        s_segment = tl.load(S + index * F * E + elements, mask=inside, other=0)
-        z_segment = tl.load(Z + index * F + f, mask=has_z, other=0)
+        index, s_segment, z_segment = base + segment, s_next, z_next
+        more = inside & (segment + 1 < last)
+        s_next, z_next = load_numbers(S, Z, index + 1, elements, f, more, has_z & more, F, E)
+        tl.debug_barrier()  # the threads that store a number may be others than those that loaded it
         tl.store(S + index * F * E + elements, s, mask=inside)
         tl.store(Z + index * F + f, z, mask=has_z)
         total = tl.load(TOTALS + index)
         s, z = decay_state(s, state_factor(total)) + s_segment, z * tl.exp(total) + z_segment
     tl.debug_barrier()  # the states that were stored are loaded again
+    more = inside & (first < last)
+    s_next, z_next = load_numbers(S, Z, base + last - 1, elements, f, more, has_z & more, F, E)
+    ds_next, dz_next = load_numbers(DS, DZ, base + last - 1, elements, f, more, has_z & more, F, E)
     for step in range(first, last):
         segment = first + last - 1 - step
-        index = base + segment
+        ds_segment, dz_segment, s_before, z_before = ds_next, dz_next, s_next, z_next
+        more = inside & (segment > first)
+        s_next, z_next = load_numbers(S, Z, base + segment - 1, elements, f, more, has_z & more, F, E)
+        ds_next, dz_next = load_numbers(DS, DZ, base + segment - 1, elements, f, more, has_z & more, F, E)
         product = sum_of_products(s, ds, 0).to(tl.float64) + sum_of_products(z, dz, 0)
         tl.store(PRODUCTS + (segment + 1) * BLOCKS, product)
-        total = tl.load(TOTALS + index)
-        ds, dz = decay_state(ds, state_factor(total)), dz * tl.exp(total)
-        ds += tl.load(DS + index * F * E + elements, mask=inside, other=0)
-        dz += tl.load(DZ + index * F + f, mask=has_z, other=0)
-        s = tl.load(S + index * F * E + elements, mask=inside, other=0)
-        z = tl.load(Z + index * F + f, mask=has_z, other=0)
+        total = tl.load(TOTALS + base + segment)
+        ds, dz = decay_state(ds, state_factor(total)) + ds_segment, dz * tl.exp(total) + dz_segment
+        s, z = s_before, z_before
     product = sum_of_products(s, ds, 0).to(tl.float64) + sum_of_products(z, dz, 0)
     tl.store(PRODUCTS + first * BLOCKS, product)
 

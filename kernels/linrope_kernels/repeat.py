@@ -135,7 +135,7 @@ class _Recording(TorchFunctionMode):
             if isinstance(x, list):
                 return f"[{inside}]"
             return (self._constant(type(x)) if result and type(x) is not tuple else "") + f"({inside})"
-        return repr(x) if x is None or type(x) in (bool, int, float, str) else self._constant(x)
+        return repr(x) if x is None or type(x) in (bool, int, str) else self._constant(x)
 
     def function(self, results: Any) -> Callable[..., Any] | str:
         """The pass as a function of its tensors; NEVER if it does what cannot be written down."""

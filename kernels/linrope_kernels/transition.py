@@ -16,6 +16,7 @@ from linrope_kernels.launch import NO_STATE, State, launch, new_states, scans_st
 from linrope_kernels.memory import (
     Chunk,
     Pairs,
+    broadcast_rows,
     feature_offsets,
     load_features,
     load_rotation,
@@ -72,7 +73,7 @@ def states_kernel(
         inside = rows < end
         chunk = Chunk(batch, kv_head.to(tl.int64), rows, inside)
         visible = seen(tokens.mask, chunk, m)
-        write = load_write(tokens.write, visible)
+        write = load_write(tokens.write, visible)  # None for queries
         rotation = load_rotation(tokens.table, chunk, 0, PAIRS)
         if tokens.log.pointer is not None:
             D, D_end = load_decay(tokens.log, chunk, DOT)
@@ -90,7 +91,7 @@ def states_kernel(
             if REVERSE and NORMALIZE:
                 phi *= (1 / divisor(tl.load(DEN + token, mask=inside, other=1), eps, ADD))[:, None]
             phi_hat = rotate(phi, rotation, P)
-            if not REVERSE and write is not None:
+            if write is not None:
                 phi_hat = phi_hat * write[:, None]
             if REVERSE and NORMALIZE:
                 phi = phi * tl.load(DELTA + token, mask=inside, other=0)[:, None]
@@ -136,6 +137,7 @@ def prefix_kernel(
         index = base + (first + last - 1 - segment if REVERSE else segment)
         s_segment = tl.load(S + index * F * E + elements, mask=inside, other=0)
         z_segment = tl.load(Z + index * F + f, mask=has_z, other=0)
+        tl.debug_barrier()  # the threads that store a number may be others than those that loaded it
         tl.store(S + index * F * E + elements, s, mask=inside)
         tl.store(Z + index * F + f, z, mask=has_z)
         if TOTALS is not None:
@@ -166,7 +168,7 @@ def own_states(
     tokens = tokens_of(call, table, None, segments)
     x, y, den, delta, group = queries or Queries(call.k, call.v, None, None, call.group)
     if queries is not None:
-        tokens = tokens._replace(mask=None)
+        tokens = tokens._replace(mask=None, write=broadcast_rows(None, 3))
     launch(
         call, states_kernel, "states", call.k.shape[0] * call.k.shape[2] * segments.number,
         rows_of(x), rows_of(y), tokens, den, delta, states, totals, x.shape[1], call.k.shape[2], group,

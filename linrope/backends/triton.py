@@ -185,6 +185,7 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
 
     with torch.cuda.device_of(call.k):
         d = repeat(call, "backward", others, run)
+    d_write = d.write if d.write is None or d.write.ndim == 3 else d.write.sum(3)
     d_kv, d_z = d.start or (None, None)
     return Gradients(
         q=d.q,
@@ -192,7 +193,7 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
         v=d.v,
         log_decay=_summed_to(d.log_decay, call.log_decay),
         angle_steps=_d_angle_steps(call, d.angles),
-        write=_summed_to(d.write, call.write),
+        write=_summed_to(d_write, call.write),
         erase=None,
         kv=d_kv,
         z=d_z,
