@@ -12,7 +12,7 @@ from linrope_kernels import tiles
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import triton as backend
-from linrope.ops import convolve_parts, gated_norm
+from linrope.ops import convolve_parts, forget_and_write_gates, gated_norm
 from tests.kernels.without_gpu import recorded, registers_and_spills
 
 
@@ -117,7 +117,20 @@ def convolve(b: int, n: int, sizes: tuple[int, ...], bounds: torch.Tensor | None
     torch.autograd.grad(ys, [*parts, weight, bias], [torch.zeros_like(y) for y in ys])
 
 
+def gates(heads: int = 16, dtype=torch.bfloat16) -> None:
+    x, weight = torch.zeros(2, 70, 100, dtype=dtype), torch.zeros(heads, 100, dtype=dtype, requires_grad=True)
+    log_decay, write = forget_and_write_gates(x, weight, torch.zeros(heads), backend="triton")
+    torch.autograd.grad((log_decay, write), weight, (torch.zeros_like(write), torch.zeros_like(write)))
+
+
+def many_gates() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        gates(64, dtype)
+        gates(128, dtype)
+
+
 FORMS = {"few": few_forms, "other": other_forms, "wide": wide_heads, "norm": norm, "norms": norms}
+FORMS |= {"gates": gates, "many gates": many_gates}
 FORMS |= {"convolution": convolution, "packed convolution": packed_convolution}
 
 if __name__ == "__main__":  # it replaces parts of Triton and of linrope

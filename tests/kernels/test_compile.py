@@ -50,7 +50,7 @@ ELSEWHERE = {
 }
 # With decay on Hopper: the tile of factors is made where it is used, and once more where it is used again.
 DECAY_CEILING = dict.fromkeys(("scan_fwd", "states", "states_bwd", "dk", "dv"), LITTLE)
-DECAY_CEILING |= {"dq": 370, "step_fwd": 0}  # 360 of dq
+DECAY_CEILING |= {"dq": 400, "step_fwd": 0}  # 392 of dq
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 if VERSION >= (3, 8):
     CEILING |= {("scan_fwd", 128, "bf16"): 1540, ("dv", 128, "bf16"): 700, ("dv", 256, "bf16"): 1260}
@@ -129,9 +129,10 @@ def started_by(forms: str, capability: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("forms", FORMS)
 def test_what_the_launchers_start_compiles_too(forms: str) -> None:
     started = started_by(forms, CAPABILITIES[0])
+    of_decay = {"boundary_products_kernel", "log_decay_kernel"}
     assert {entry["kernel"] for entry in started} == {
         "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dkv_kernel",
-    } | ({"step_fwd_kernel"} if forms != "wide" else set())  # fmt: skip
+    } | {"few": {"step_fwd_kernel"}, "other": {"step_fwd_kernel", *of_decay}, "wide": set()}[forms]  # fmt: skip
     assert not [entry for entry in started if entry["shared"] > SHARED_LIMIT[80]]
 
 
@@ -143,6 +144,19 @@ def test_the_gated_norm_compiles_and_does_not_spill(forms: str, capability: int)
     started = started_by(forms, capability)
     assert {x["kernel"] for x in started} == {"norm_fwd_kernel", "norm_bwd_kernel", "sum_rows_kernel"}
     assert not [x for x in started if x["shared"] > SHARED_LIMIT[capability] or x["spills"]]
+
+
+@pytest.mark.parametrize(
+    ("forms", "capability", "most"),
+    [
+        ("gates", 90, 0),
+        *(pytest.param("many gates", x, 1400, marks=pytest.mark.long) for x in (89, *CAPABILITIES)),
+    ],
+)
+def test_the_gates_compile_fit_and_spill_no_more_than_known(forms: str, capability: int, most: int) -> None:
+    started = started_by(forms, capability)
+    assert {x["kernel"] for x in started} == {"gates_fwd_kernel", "gates_bwd_kernel", "sum_rows_kernel"}
+    assert not [x for x in started if x["shared"] > SHARED_LIMIT[capability] or x["spills"] > most]
 
 
 @pytest.mark.parametrize(
