@@ -124,7 +124,7 @@ def _run(
 class _GateOperator(Operator[_Gates]):
     """The Triton kernel and the definition: on a CPU a matrix product and few elements, which require no kernel.
 
-    The results are y and, with ``complement``, 1 - e^y, else an empty tensor.
+    The results are y and, with ``complement``, 1 - e^y.
     """
 
     name = "gates"
@@ -146,11 +146,10 @@ class _GateOperator(Operator[_Gates]):
     def new(self, record: _Gates, save: bool) -> Output:
         check_not_in_onnx("triton", "'eager'")
         y = record.x.new_empty(*record.x.shape[:2], record.weight.shape[0], dtype=torch.float32)
-        return y, torch.empty_like(y) if record.complement else y.new_empty(0), []
+        return y, torch.empty_like(y) if record.complement else None, []
 
     def forward(self, record: _Gates, save: bool) -> Output:
-        y, complement = launch("gates_fwd", record)
-        return y, y.new_empty(0) if complement is None else complement, []
+        return *launch("gates_fwd", record), []
 
     def reads_results(self, record: _Gates) -> bool:
         return True

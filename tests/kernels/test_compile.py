@@ -132,7 +132,7 @@ def test_what_the_launchers_start_compiles_too(forms: str) -> None:
     of_decay = {"boundary_products_kernel", "log_decay_kernel"}
     assert {entry["kernel"] for entry in started} == {
         "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dkv_kernel",
-    } | {"few": {"step_fwd_kernel"}, "other": {"step_fwd_kernel", *of_decay}, "wide": set()}[forms]  # fmt: skip
+    } | {"few": {"step_fwd_kernel"}, "other": {"step_fwd_kernel", *of_decay}, "wide": of_decay}[forms]  # fmt: skip
     assert not [entry for entry in started if entry["shared"] > SHARED_LIMIT[80]]
 
 
