@@ -40,7 +40,7 @@ def machine(on: Machine) -> Iterator[Row]:
 
 STEPS = {
     "machine": Step(machine, "versions, the best rates of a copy and of a matrix product", 8, 40),
-    "tests": Step(commands.tests, "all tests that run on a GPU", 150, 200, ahead=False),
+    "tests": Step(commands.tests, "all tests that run on a GPU", 180, 240, ahead=False),
     "host": Step(host.host, "the host time of a call, with and without launches", 10, 40),
     "gates": Step(operation.gates, "forget gates: errors, times", 55, 110),
     "block": Step(models.block, "the default block: errors, launches, times, decoding", 20, 50),

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linrope_kernels.partial_sums import sum_rows
-from linrope_kernels.pieces import silu_and_slope
+from linrope_kernels.pieces import gate_and_slope
 from linrope_kernels.start import start_kernel
 from linrope_kernels.tiles import power_of_two_from_16
 
@@ -137,7 +137,7 @@ def convolve_fwd_kernel(
         x = load_inputs(X, x_strides, BEFORE, before_strides, sequence, place, row, is_token, is_row, inside)
         y = tl.fma(weights[tap], x, y)
     if SILU:
-        y = silu_and_slope(y)[0]
+        y = gate_and_slope(y, "silu")[0]
     at = Y + (token.to(tl.int64) * size + channel)
     tl.store(at, y.to(Y.dtype.element_ty), mask=(token < tokens) & inside)
 
@@ -233,7 +233,7 @@ def convolve_bwd_kernel(
                 a = bias
                 for tap in tl.static_range(TAPS):
                     a = tl.fma(weights[tap], x[j + tap], a)
-                d = tl.where(are_tokens[j], d * silu_and_slope(a)[1], 0.0)  # other inputs may be NaN
+                d = tl.where(are_tokens[j], d * gate_and_slope(a, "silu")[1], 0.0)  # other inputs may be NaN
             own, sums = tl.where(places[j + WIDTH] >= 0, d, 0.0), ()
             for tap in tl.static_range(TAPS):
                 sums = sums + (tl.fma(own, x[j + tap], weight_sums[tap]),)

@@ -10,7 +10,7 @@ from linrope_kernels import convolution, repeat
 from linrope.ops import convolve_parts
 from tests.ops.cases import differentiate, numbers, relative_error
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 
 @pytest.mark.parametrize("positions", [1, 8, 9, 2000, 2**20])
