@@ -145,10 +145,11 @@ test-ptx: $(VENV)/ready
 	$(BIN)/python -m pytest -n auto -m ptx -rP tests/kernels/test_ptx.py tests/kernels/test_compile.py
 
 # Tests and benchmarks on a GPU, step by step; the tree runs as it lies, uninstalled. make gpu-run ARGS=--help lists the
-# options. DRY=1 runs all code in small sizes on a CPU, with the releases that ran on a GPU.
+# options. DRY=1 runs all code in small sizes on a CPU, and compiles most kernels, with the releases that ran on a GPU.
 GPU := build/gpu
 gpu-run: $(if $(DRY),$(GPU)/ready)
 	PYTHONPATH=.:kernels $(if $(DRY),$(GPU)/bin/python,$(PYTHON)) -m benchmarks.gpu $(if $(DRY),--dry-run) $(ARGS)
+	$(if $(DRY),PYTHONPATH=.:kernels $(GPU)/bin/python tests/kernels/launch_without_gpu.py 90 few layer)
 
 $(GPU)/ready: benchmarks/gpu/requirements.txt
 	$(PYTHON) -m venv --clear $(GPU)

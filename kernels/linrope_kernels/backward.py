@@ -133,7 +133,7 @@ def dq_kernel(
         if CAUSAL:
             visible = seen(tokens.mask, keys, n)
             row_mask = visible.inside if tokens.mask is not None or is_raw(MAP, P) else None
-            write = load_write(tokens.write, visible)
+            write = None if tokens.write.pointer is None else load_write(tokens.write, visible)
             psi, psi_hat, psi_to_end = load_keys(
                 k, tokens, keys, row_mask, rotation, w0, decay, write, MAP, DOT, PAIRS
             )

@@ -188,7 +188,7 @@ def dkv_kernel(
         keys = Chunk(batch, kv_head.to(tl.int64), rows, inside)
         decay = None if tokens.log.pointer is None else chunk_decay(tokens.log, keys, DOT, True)
         visible = seen(tokens.mask, keys, m)
-        write = load_write(tokens.write, visible)
+        write = None if tokens.write.pointer is None else load_write(tokens.write, visible)
         row_mask = visible.inside if tokens.mask is not None or is_raw(MAP, P) else None
         x, values, psi_hat, rotations = (), (), (), ()
         for w in tl.static_range(WP):

@@ -129,7 +129,7 @@ def scan_fwd_kernel(
         psi, psi_hat, psi_to_end, phi_hat = (), (), (), ()
         if CAUSAL:
             visible, sums = seen(tokens.mask, keys, n), ()
-            write = load_write(tokens.write, visible)
+            write = None if tokens.write.pointer is None else load_write(tokens.write, visible)
             # Keys after the last token have no values and no query sees them, so that only the last z needs the mask.
             masked: tl.constexpr = tokens.mask is not None or end[1] is not None or is_raw(MAP, P)
             row_mask = visible.inside if masked else None

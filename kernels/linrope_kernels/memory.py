@@ -201,11 +201,8 @@ def load_values(x, chunk, e, E: tl.constexpr, BE: tl.constexpr):
 
 @triton.jit
 def load_write(write, chunk):
-    """w (C,) in float32, the factors of the values that the tokens write; None: all are 1."""
-    if write.pointer is None:
-        return None
-    else:
-        return load_per_token(write, chunk).to(tl.float32)
+    """w (C,) in float32, the factors of the values that the tokens write."""
+    return load_per_token(write, chunk).to(tl.float32)
 
 
 @triton.jit

@@ -84,8 +84,8 @@ def step_fwd_kernel(
     f = feature_offsets(0, PAIRS)
     keys = Chunk(batch, kv_head.to(tl.int64), row, unmasked)
     psi = mask_features(feature_map(load_features(k, keys, 0, PAIRS), MAP), unmasked, 0, PAIRS)
-    psi_hat, factors = rotate(psi, key_rotation, P), load_write(write, keys)
-    psi_hat = psi_hat if factors is None else psi_hat * factors[:, None]
+    psi_hat = rotate(psi, key_rotation, P)
+    psi_hat = psi_hat if write.pointer is None else psi_hat * load_write(write, keys)[:, None]
     z = load_z(start, state_index, f, F)
     if log.pointer is not None:
         z = z * tl.exp(a)

@@ -73,7 +73,7 @@ def states_kernel(
         inside = rows < end
         chunk = Chunk(batch, kv_head.to(tl.int64), rows, inside)
         visible = seen(tokens.mask, chunk, m)
-        write = load_write(tokens.write, visible)  # None for queries
+        write = None if tokens.write.pointer is None else load_write(tokens.write, visible)
         rotation = load_rotation(tokens.table, chunk, 0, PAIRS)
         if tokens.log.pointer is not None:
             D, D_end = load_decay(tokens.log, chunk, DOT)

@@ -37,7 +37,8 @@ def attend(
 def main() -> None:
     backend.why_not_call = backend.why_not_on = lambda *_, **__: None
     with recorded(int(sys.argv[1])) as launches:
-        FORMS[sys.argv[2]]()
+        for name in sys.argv[2:]:
+            FORMS[name]()
     for x in launches:
         line = {"kernel": x.kernel.__name__, "shared": x.compiled.metadata.shared}
         print(json.dumps(line | {"spills": registers_and_spills(x.compiled.asm["cubin"])[1]}))
@@ -130,7 +131,18 @@ def many_gates() -> None:
 
 
 FORMS = {"few": few_forms, "other": other_forms, "wide": wide_heads, "norm": norm, "norms": norms}
-FORMS |= {"gates": gates, "many gates": many_gates}
+
+
+def layer() -> None:
+    """What the default block's layer launches."""
+    gates()
+    norm()
+    convolution()
+    more = {name: torch.zeros(2, 130, 4, requires_grad=True) for name in ("log_decay", "write")}
+    attend(e=128, normalize=False, **more)
+
+
+FORMS |= {"layer": layer, "gates": gates, "many gates": many_gates}
 FORMS |= {"convolution": convolution, "packed convolution": packed_convolution}
 
 if __name__ == "__main__":  # it replaces parts of Triton and of linrope
