@@ -17,7 +17,7 @@ WORDS = {
     "distributed": "several processes",
     "position_encodings": "for comparison",
     "layer": "LinearRoPEAttention and its options",
-    "ops": "convolution, gated norm",
+    "ops": "convolution, gates, norm",
     "operation": "linear_rope_attention: checks, plan",
     "backends": "native, triton, eager and others",
     "feature_maps": "from q and k to features",
