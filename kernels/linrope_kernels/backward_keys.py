@@ -246,13 +246,13 @@ def dkv_kernel(
             for i in tl.static_range(EP):
                 e = e0 + i * BE + tl.arange(0, BE)
                 d_values_i = tl.where(visible.inside[:, None], d_values[i], 0.0)
-                if terms.write is not None:
+                if write is not None:
                     d_write += sum_of_products(
                         load_values(v, visible, e, E, BE).to(tl.float32), d_values_i, 1
                     )
                     d_values_i *= write[:, None]
                 store_values(dv, d_values_i, keys, e, E, BE)
-            if terms.write is not None:
+            if write is not None:
                 tl.store(terms.write + token * VALUE_BLOCKS + block // BLOCKS, d_write, mask=inside)
         if DK:
             psi_dpsi = tl.zeros([C], tl.float32)
