@@ -120,6 +120,7 @@ def test_gradients_of_gradients(backend: str) -> None:
     cases.assert_gradients_of_gradients(make(1, 3, 4, 2), run_both, backend, 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch 2.15 reads it itself
 @cases.needs_triton
 def test_the_operator_passes_torch_library_s_checks() -> None:
     x, weight, bias = make(1, 3, 4, 2).values()
