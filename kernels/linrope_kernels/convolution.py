@@ -22,7 +22,7 @@ from linrope_kernels.start import start_kernel
 from linrope_kernels.tiles import power_of_two_from_16
 
 UNROLL = 4  # positions whose inputs are loaded together
-ENOUGH_PROGRAMS = 192  # of 8 warps. Two programs fill a multiprocessor, and an H200 has 132
+ENOUGH_PROGRAMS = 192  # they keep all 132 multiprocessors of an H200 busy, which hold two such programs each
 LONGEST = 2048  # positions of a chunk, whose products are summed one after another in float32
 SHORTEST = 32  # where programs share a channel: a chunk also loads 2 (taps - 1) inputs of its neighbours
 

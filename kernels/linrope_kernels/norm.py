@@ -26,7 +26,7 @@ from linrope_kernels.tiles import power_of_two, power_of_two_from_16
 BLOCK = 1024  # elements of a tile: 8 per thread, 16 bytes of bfloat16
 WHOLE = {"head": 8192, "all": 4096}  # most elements of a tile with all values of a norm: more would spill
 LOOPED = 4096  # elements of other tiles of a norm: several tokens, whose sums go to memory together
-WARPS = 4096  # of all programs of the backward pass: 8 programs of 4 warps on each multiprocessor of an H100
+WARPS = 4096  # in all programs of the backward pass together: about 8 programs of 4 warps on each H100 multiprocessor
 
 
 class Inputs(NamedTuple):
@@ -202,7 +202,9 @@ def write_sums(
 ):  # fmt: skip
     """The sums over a tile's tokens of what a block adds to the gradients of weight and D."""
     heads: tl.constexpr = SHAPE.GB * SHAPE.RP
-    place = place_of(part * 0, 1, 1, block, ONE_TOKEN)  # of any token: its heads and columns
+    place = place_of(
+        part * 0, 1, 1, block, ONE_TOKEN
+    )  # token 0: the sums have the same heads and columns as any token
     if weight_sums is not None:
         sums = tl.sum(tl.reshape(weight_products, [SHAPE.T, heads, SHAPE.BE]), 0)
         if SHARED:

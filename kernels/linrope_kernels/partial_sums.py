@@ -6,7 +6,7 @@ from torch import Tensor
 
 from linrope_kernels.start import start_kernel
 
-ROWS, COLUMNS = 256, 16  # of an iteration: a thousand rows take four
+ROWS, COLUMNS = 256, 16  # the tile that one iteration adds: a thousand rows take four iterations
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def repeat_launcher(launcher: Callable[..., Any], record: Sequence[Any], *others
 
 
 def repeated(key: Hashable, tensors: Sequence[Tensor | None], run: Callable[[], Any]) -> Any:
-    """What run() returns: tensors that it made or was given, in tuples and lists.
+    """Returns the result of run(): tuples and lists of tensors that the pass allocates or that it was given.
 
     key: all that it depends on: settings, and the shape, strides, dtype, device, and address modulo 16 of each of the
     tensors. New tensors follow from these, as PyTorch allocates memory at multiples of 16.

@@ -1,4 +1,4 @@
-"""What the operators ask of their arguments, and which kernels can take them."""
+"""Checks of the operators' arguments, the choice of a kernel, and its launch."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -24,7 +24,7 @@ from linrope.ops.arguments import (
 from linrope.recurrence.call import contiguous
 from linrope.recurrence.packing import owners, rising_bounds
 
-MAX_TAPS = 8  # of the kernels
+MAX_TAPS = 8  # the most that the kernels take
 MAX_PARTS = 3  # q, k and v
 
 

@@ -13,7 +13,7 @@ from linrope.common.tracing import check_not_in_onnx
 from linrope.ops.arguments import check_dense, check_shape, choose, launch
 
 ACTIVATIONS = ("log_sigmoid", "sigmoid")
-MOST_HEADS = 128  # of the Triton kernel
+MOST_HEADS = 128  # the most that the Triton kernel takes
 
 
 class _Gates(NamedTuple):

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.kernels.compiled import run_compiled_text
 
 ROOT = Path(__file__).parents[2]
-MOST = {"forward": 10, "backward": 27}  # of the default block
+MOST = {"forward": 10, "backward": 27}  # launches of the default block's layer
 
 
 def test_a_layer_launches_no_more_than_the_page_says() -> None:

@@ -94,7 +94,7 @@ def norms() -> None:
     norm(g=4, order="before", over="all", dtype=torch.float16)
     norm(h=128, g=128, over="all", order="before")  # too many values for a tile
     norm(h=5, g=5, e=20, over="all", dtype=torch.float32)
-    for e in (2048, 2**14):  # of a model
+    for e in (2048, 2**14):  # the norm before a model's layer, over its whole width
         x, weight = torch.zeros(1, 70, 1, e, dtype=torch.bfloat16, requires_grad=True), torch.zeros(e)
         gated_norm(x, weight, backend="triton").sum().backward()
         gated_norm(x, gate=torch.zeros(1, 70, e), backend="triton").sum().backward()
@@ -134,7 +134,7 @@ FORMS = {"few": few_forms, "other": other_forms, "wide": wide_heads, "norm": nor
 
 
 def layer() -> None:
-    """What the default block's layer launches."""
+    """Starts every kernel that the default block's layer launches."""
     gates()
     norm()
     convolution()

@@ -165,7 +165,7 @@ def test_the_gates_compile_fit_and_spill_no_more_than_known(forms: str, capabili
      *(pytest.param("packed convolution", x, marks=pytest.mark.long) for x in CAPABILITIES)],
 )  # fmt: skip
 def test_the_convolution_compiles_in_few_launches_and_does_not_spill(forms: str, capability: int) -> None:
-    """Of few channels several programs sum over the positions, and a third launch adds up their sums."""
+    """With few channels several programs share the positions of a channel, and a third launch adds up their sums."""
     started = started_by(forms, capability)
     more = ["sum_rows_kernel"] if forms == "packed convolution" else []
     assert [x["kernel"] for x in started] == ["convolve_fwd_kernel", "convolve_bwd_kernel", *more]

@@ -6,7 +6,7 @@ Prints a line of JSON for each, and for kernels that do not finish the fault.
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,29 +111,36 @@ def usual(size: int) -> list[str]:
     return [x for x, case in CASES.items() if size in case.sizes or max(case.less) < size < 64]
 
 
+def emulated(report: Any, run: Callable[[], Ratios]) -> dict[str, Any]:
+    """The ratios that run() returns or the fault that it ends with, and what the emulator saw meanwhile."""
+    begin, ratios, fault = time.perf_counter(), {}, None
+    report.findings.clear()
+    report.launches.clear()
+    try:
+        ratios = run()
+    except Exception as error:
+        fault = f"{type(error).__name__}: {error}"
+    return {
+        "ratios": ratios, "fault": fault, "findings": [[*key, count] for key, count in report.findings.items()],
+        "kernels": sorted({launch.kernel for launch in report.launches}),
+        "copies": sum(x.reads_of_copies for x in report.launches if x.kernel != "states_kernel"),
+        "instructions": sum(launch.instructions for launch in report.launches),
+        "seconds": round(time.perf_counter() - begin, 1),
+    }  # fmt: skip
+
+
 def main(capability: str, dtype: str, size: str, *names: str) -> None:
     torch.use_deterministic_algorithms(True)  # fresh memory holds NaN
     torch.set_num_threads(1)
     emulator = install(int(capability))
     for name in names or usual(int(size)):
-        case, begin = CASES[name], time.perf_counter()
-        emulator.report.findings.clear()
-        emulator.report.launches.clear()
-        ratios, fault = {}, None
+        case = CASES[name]
         with short_segments(case.segments), torch.set_grad_enabled(case.kind == "attend"):
-            try:
-                ratios = KINDS[case.kind](Problem(case, DTYPES[dtype], int(size)))
-            except Exception as error:
-                fault = f"{type(error).__name__}: {error}"
-        line: dict[str, Any] = {
-            "case": name, "capability": int(capability), "dtype": dtype, "size": int(size), "ratios": ratios,
-            "fault": fault, "findings": [[*key, count] for key, count in emulator.report.findings.items()],
-            "kernels": sorted({launch.kernel for launch in emulator.report.launches}),
-            "copies": sum(x.reads_of_copies for x in emulator.report.launches if x.kernel != "states_kernel"),
-            "instructions": sum(launch.instructions for launch in emulator.report.launches),
-            "seconds": round(time.perf_counter() - begin, 1),
-        }  # fmt: skip
-        print(json.dumps(line), flush=True)
+            line = emulated(
+                emulator.report, lambda case=case: KINDS[case.kind](Problem(case, DTYPES[dtype], int(size)))
+            )
+        about = {"case": name, "capability": int(capability), "dtype": dtype, "size": int(size)}
+        print(json.dumps(about | line), flush=True)
 
 
 if __name__ == "__main__":

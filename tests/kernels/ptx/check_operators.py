@@ -6,7 +6,6 @@ Prints a line of JSON for each case: errors over what is allowed, and what the e
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,10 +17,9 @@ from torch import Tensor
 from linrope.ops import convolve_parts, forget_and_write_gates, gated_norm, gates
 from linrope.ops.convolution import _Convolution
 from tests.kernels.ptx.cases import DTYPES
+from tests.kernels.ptx.check import Ratios, emulated
 from tests.kernels.ptx.launcher import install
 from tests.ops.cases import Call, Tensors, differentiate, numbers
-
-Ratios = dict[str, float]
 
 
 def compare(inputs: Tensors, run: Callable[..., Call]) -> Ratios:
@@ -126,21 +124,8 @@ def main(capability: str, dtype: str, *names: str) -> None:
     emulator = install(int(capability))
     norm.WARPS = 16  # few programs, which sum over several tiles
     for name in names or CASES:
-        begin, fault, ratios = time.perf_counter(), None, {}
-        emulator.report.findings.clear()
-        emulator.report.launches.clear()
-        try:
-            ratios = CASES[name](DTYPES[dtype])
-        except Exception as problem:
-            fault = f"{type(problem).__name__}: {problem}"
-        line = {
-            "case": name, "ratios": ratios, "fault": fault,
-            "findings": [[*key, count] for key, count in emulator.report.findings.items()],
-            "kernels": sorted({launch.kernel for launch in emulator.report.launches}),
-            "instructions": sum(launch.instructions for launch in emulator.report.launches),
-            "seconds": round(time.perf_counter() - begin, 1),
-        }  # fmt: skip
-        print(json.dumps(line), flush=True)
+        line = emulated(emulator.report, partial(CASES[name], DTYPES[dtype]))
+        print(json.dumps({"case": name} | line), flush=True)
 
 
 if __name__ == "__main__":
