@@ -21,19 +21,12 @@ from linrope_kernels.memory import Chunk, broadcast_rows, program_of, segment_sp
 from linrope_kernels.pieces import sum_of_products
 from linrope_kernels.start import start_kernel
 from linrope_kernels.tiles import power_of_two
-from linrope_kernels.transition import PREFIX_BLOCK, Queries, own_states
+from linrope_kernels.transition import PREFIX_BLOCK, Queries, load_elements, own_states
 
 # Every ANCHOR tokens the gradient is computed from the state and its gradient. In between it is a running sum, so a
 # rounding error reaches at most ANCHOR tokens. A shorter distance is more exact, but each anchor writes and reads two
 # states.
 ANCHOR = 128
-
-
-@triton.jit
-def load_numbers(S, Z, index, elements, f, inside, has_z, F: tl.constexpr, E: tl.constexpr):
-    """The elements of state ``index``, and its z in the programs that have it."""
-    s = tl.load(S + index * F * E + elements, mask=inside, other=0)
-    return s, tl.load(Z + index * F + f, mask=has_z, other=0)
 
 
 @triton.jit(do_not_specialize=["g", "segments", "boundaries"])
@@ -51,7 +44,6 @@ def boundary_products_kernel(
     """<S, dS> + <z, dz> between segments, before the first and after the last; each program has BLOCK elements of S."""
     BLOCKS: tl.constexpr = (F * E + BLOCK - 1) // BLOCK
     S, Z = states
-    DS, DZ = gradients
     block = tl.program_id(0) % BLOCKS
     bg = (tl.program_id(0) // BLOCKS).to(tl.int64)
     elements = block * BLOCK + tl.arange(0, BLOCK)
@@ -60,11 +52,9 @@ def boundary_products_kernel(
     s, z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float64)
     ds, dz = s, z
     if start[0] is not None:
-        s = tl.load(start[0] + bg * F * E + elements, mask=inside, other=0)
-        z = tl.load(start[1] + bg * F + f, mask=has_z, other=0).to(tl.float64)
+        s, z = load_elements(start, bg, elements, f, inside, has_z, F, E)
     if d_end[0] is not None:
-        ds = tl.load(d_end[0] + bg * F * E + elements, mask=inside, other=0)
-        dz = tl.load(d_end[1] + bg * F + f, mask=has_z, other=0).to(tl.float64)
+        ds, dz = load_elements(d_end, bg, elements, f, inside, has_z, F, E)
     first, last, base = 0, segments, bg * segments
     PRODUCTS += bg * boundaries * BLOCKS + block
     if FIRST_SPANS is not None:
@@ -72,13 +62,13 @@ def boundary_products_kernel(
         first, last, base = tl.load(FIRST_SPANS), tl.load(FIRST_SPANS + 1), bg % g * segments
         PRODUCTS += (bg % g * boundaries + bg // g - bg * boundaries) * BLOCKS
     # Each iteration loads what the next one adds, because there may be few programs with many segments.
-    s_next, z_next = load_numbers(
-        S, Z, base + first, elements, f, inside & (first < last), has_z & (first < last), F, E
+    s_next, z_next = load_elements(
+        states, base + first, elements, f, inside & (first < last), has_z & (first < last), F, E
     )
     for segment in range(first, last):
         index, s_segment, z_segment = base + segment, s_next, z_next
         more = inside & (segment + 1 < last)
-        s_next, z_next = load_numbers(S, Z, index + 1, elements, f, more, has_z & more, F, E)
+        s_next, z_next = load_elements(states, index + 1, elements, f, more, has_z & more, F, E)
         tl.debug_barrier()  # the threads that store a number may be others than those that loaded it
         tl.store(S + index * F * E + elements, s, mask=inside)
         tl.store(Z + index * F + f, z, mask=has_z)
@@ -86,14 +76,14 @@ def boundary_products_kernel(
         s, z = decay_state(s, state_factor(total)) + s_segment, z * tl.exp(total) + z_segment
     tl.debug_barrier()  # the states that were stored are loaded again
     more = inside & (first < last)
-    s_next, z_next = load_numbers(S, Z, base + last - 1, elements, f, more, has_z & more, F, E)
-    ds_next, dz_next = load_numbers(DS, DZ, base + last - 1, elements, f, more, has_z & more, F, E)
+    s_next, z_next = load_elements(states, base + last - 1, elements, f, more, has_z & more, F, E)
+    ds_next, dz_next = load_elements(gradients, base + last - 1, elements, f, more, has_z & more, F, E)
     for step in range(first, last):
         segment = first + last - 1 - step
         ds_segment, dz_segment, s_before, z_before = ds_next, dz_next, s_next, z_next
         more = inside & (segment > first)
-        s_next, z_next = load_numbers(S, Z, base + segment - 1, elements, f, more, has_z & more, F, E)
-        ds_next, dz_next = load_numbers(DS, DZ, base + segment - 1, elements, f, more, has_z & more, F, E)
+        s_next, z_next = load_elements(states, base + segment - 1, elements, f, more, has_z & more, F, E)
+        ds_next, dz_next = load_elements(gradients, base + segment - 1, elements, f, more, has_z & more, F, E)
         product = sum_of_products(s, ds, 0).to(tl.float64) + sum_of_products(z, dz, 0)
         tl.store(PRODUCTS + (segment + 1) * BLOCKS, product)
         total = tl.load(TOTALS + base + segment)

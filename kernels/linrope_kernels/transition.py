@@ -107,6 +107,13 @@ def states_kernel(
             tl.store(TOTALS + state_index, log_to_edge)
 
 
+@triton.jit
+def load_elements(state, index, elements, f, inside, has_z, F: tl.constexpr, E: tl.constexpr):
+    """The elements of S[index], and z[index] in float64 in the programs that have it; 0 outside."""
+    s = tl.load(state[0] + index * F * E + elements, mask=inside, other=0)
+    return s, tl.load(state[1] + index * F + f, mask=has_z, other=0).to(tl.float64)
+
+
 @triton.jit(do_not_specialize=["g", "segments"])
 def prefix_kernel(
     TOTALS,  # (b g, s) float64: log decay summed over each segment; None: no decay
@@ -127,16 +134,14 @@ def prefix_kernel(
     inside, has_z = elements < F * E, elements < (F if block == 0 else 0)
     s, z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float64)
     if start[0] is not None:
-        s = tl.load(start[0] + bg * F * E + elements, mask=inside, other=0)
-        z = tl.load(start[1] + bg * F + f, mask=has_z, other=0).to(tl.float64)
+        s, z = load_elements(start, bg, elements, f, inside, has_z, F, E)
     first, last, base = 0, segments, bg * segments
     if FIRST_SPANS is not None:
         FIRST_SPANS += bg // g
         first, last, base = tl.load(FIRST_SPANS), tl.load(FIRST_SPANS + 1), bg % g * segments
     for segment in range(first, last):
         index = base + (first + last - 1 - segment if REVERSE else segment)
-        s_segment = tl.load(S + index * F * E + elements, mask=inside, other=0)
-        z_segment = tl.load(Z + index * F + f, mask=has_z, other=0)
+        s_segment, z_segment = load_elements(states, index, elements, f, inside, has_z, F, E)
         tl.debug_barrier()  # the threads that store a number may be others than those that loaded it
         tl.store(S + index * F * E + elements, s, mask=inside)
         tl.store(Z + index * F + f, z, mask=has_z)
