@@ -202,9 +202,7 @@ def write_sums(
 ):  # fmt: skip
     """The sums over a tile's tokens of what a block adds to the gradients of weight and D."""
     heads: tl.constexpr = SHAPE.GB * SHAPE.RP
-    place = place_of(
-        part * 0, 1, 1, block, ONE_TOKEN
-    )  # token 0: the sums have the same heads and columns as any token
+    place = place_of(part * 0, 1, 1, block, ONE_TOKEN)  # token 0 has the same heads and columns as any other
     if weight_sums is not None:
         sums = tl.sum(tl.reshape(weight_products, [SHAPE.T, heads, SHAPE.BE]), 0)
         if SHARED:
