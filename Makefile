@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long test-lowest test-newest check format bench bench-docs bench-conditions docs native dist test-fla test-dist test-sanitizers test-amx test-arm test-ptx gpu-run
+.PHONY: demo test test-long test-lowest test-newest check format bench bench-docs bench-conditions docs native wheels test-fla test-dist test-sanitizers test-amx test-arm test-ptx gpu-run
 
 demo: $(VENV)/ready native
 	$(BIN)/linrope demo
@@ -49,33 +49,40 @@ bench-conditions: $(VENV)/ready native
 	$(BIN)/linrope bench --transformers $$family $$how --lengths 512,2048 --out $(RESULTS)/epyc || exit 1; done; done
 	$(BIN)/python -m docs.tables
 
-# The native CPU library, from the sources as they are; without a C++ compiler the other backends do.
+# The native CPU library, from the sources as they are; on machines without kernels the other backends do.
 native: $(VENV)/ready
 	$(BIN)/python kernels/cpu/build.py --if-changed
 
-# A source distribution, and a wheel for machines like this one with the native library in it.
-dist: $(VENV)/ready native
+# A source distribution, and wheels with the native library for five platforms, compiled by Zig. Prints what each was
+# tested with here: its symbols, those of PyTorch's wheels (200 MB), and a program where it runs.
+wheels: $(VENV)/ready
+	$(PIP) ziglang lief
 	rm -rf dist
-	$(BIN)/python -m hatchling build -d dist
+	ZIG_GLOBAL_CACHE_DIR=$(CURDIR)/build/zig ZIG_LOCAL_CACHE_DIR=$(CURDIR)/build/zig $(BIN)/python tests/kernels/cpu/wheels.py dist
 
-# Installs the wheel in a fresh environment of PYTHON (make test-dist PYTHON=python3.13), as a user would, and runs tests of
-# the source distribution there. They find no linrope but the wheel's. Also builds a wheel from the source distribution.
+# Installs the wheel for this machine in a fresh environment of PYTHON (make test-dist PYTHON=python3.13) beside a release
+# of PyTorch (RELEASE='==2.11.*'), as a user would, and runs tests of the source distribution there. They find no linrope
+# but the wheel's. Also builds a wheel from the source distribution.
 TRIED := build/dist
-test-dist: dist
+RELEASE := >=2.11
+TORCH := --torch-backend cpu
+test-dist: wheels
 	rm -rf $(TRIED) && mkdir -p $(TRIED)/tree
 	$(PYTHON) -m venv $(TRIED)/venv
-	$(TRIED)/venv/bin/python -m pip install -q -c constraints.txt "$$(ls dist/*.whl)[cli]" pytest hypothesis
+	$(TRIED)/venv/bin/python -m pip install -q uv
+	$(TRIED)/venv/bin/uv pip install -q --python $(TRIED)/venv/bin/python $(TORCH) "torch$(RELEASE)"
+	$(TRIED)/venv/bin/python -m pip install -q "$$(ls dist/*manylinux*$$(uname -m).whl)[cli]" "pytest<9.2" hypothesis
 	tar -xzf dist/*.tar.gz -C $(TRIED)/tree --strip-components=1
-	$(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w $(TRIED) $(TRIED)/tree
+	$(BIN)/python -m pip wheel -q --no-deps -w $(TRIED) $(TRIED)/tree
 	rm -r $(TRIED)/tree/linrope
-	cd $(TRIED)/tree && ../venv/bin/linrope env && ../venv/bin/python -m pytest -q -o pythonpath=. \
+	cd $(TRIED)/tree && ../venv/bin/linrope env && ../venv/bin/linrope check && \
+	../venv/bin/python -m pytest -q -o pythonpath=. \
 	tests/layer/test_attention.py tests/models/test_language_model.py tests/cli/test_app.py
 
 # make test in an environment of its own, with the lowest releases that pyproject.toml allows of the dependencies that a
 # user installs. Old releases beside new ones raise DeprecationWarnings, which are ignored. TORCH= (empty) installs
 # PyTorch from the package index, which is the build for CUDA.
 LOWEST := build/lowest
-TORCH := --torch-backend cpu
 EXTRAS := --extra cli --extra export --extra huggingface --extra serve --extra train --extra triton
 test-lowest:
 	$(PYTHON) -m venv --clear $(LOWEST)
@@ -92,8 +99,7 @@ NEWEST := build/newest
 TESTS :=
 test-newest:
 	$(PYTHON) -m venv --clear $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check torch hatchling
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[dev]'
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	$(NEWEST)/bin/python kernels/cpu/build.py --if-changed
 	$(NEWEST)/bin/python -m pytest -n auto --dist loadgroup $(TESTS)
 
@@ -160,14 +166,13 @@ $(GPU)/ready: benchmarks/gpu/requirements.txt
 docs: $(VENV)/ready
 	$(BIN)/python docs/build.py
 
-# A folder that make did not create is left alone. torch comes before the rest: the native library is built against it,
-# and pip's isolated builds do not see it.
+# A folder that make did not create is left alone. A machine without a compiler gets one.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 $(VENV)/ready: pyproject.toml constraints.txt hatch_build.py
 	@test ! -e $(VENV) || test -e $(VENV)/ready || test -e $(VENV)/made-by-make || { \
 	echo "$(VENV) exists, and make did not make it: rename it, or name another folder: make VENV=build/venv" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 	touch $(VENV)/made-by-make
-	$(PIP) torch hatchling
+	$(PIP) hatchling $$($(BIN)/python kernels/cpu/build.py --requirements)
 	$(PIP) --no-build-isolation -e '.[dev]'
 	touch $@

@@ -1,14 +1,16 @@
 """Builds wheels and source distributions: hatchling's build backend, with the native CPU library.
 
-pip calls the functions of this module, and hatchling its hooks. If the library cannot be built, the wheel is
-pure Python and holds the reason in ``linrope/lib/why_pure.txt``. pip hides what a build prints, but shows the
-wheel's version in its last line: that of a pure wheel names the reason too, as in 0.2.0+pure.no.compiler.
+pip calls the functions of this module, and hatchling its hooks. The library is for this machine, or for the one of
+kernels/cpu/build.py's PLATFORMS that $LINROPE_TARGET names. If it cannot be built, the wheel is pure Python and holds
+the reason in ``linrope/lib/why_pure.txt``, which ``linrope env`` shows.
 """
 
 import importlib.util
 import os
+import platform
 import re
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -17,16 +19,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import hatchling.build
-from hatchling.build import (
-    build_sdist,
-    get_requires_for_build_editable,
-    get_requires_for_build_sdist,
-    get_requires_for_build_wheel,
-)
+from hatchling.build import build_editable, build_sdist, build_wheel, get_requires_for_build_sdist
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-# Without hatchling's prepare_metadata_for_build_wheel: the version is known only once the library is built.
 __all__ = [
     "build_editable",
     "build_sdist",
@@ -36,43 +32,59 @@ __all__ = [
     "get_requires_for_build_wheel",
 ]
 
-WHY_PURE = "LINROPE_WHY_PURE"  # an environment variable, by which the hooks below get the reason
 LINK = re.compile(r"(!?)(\[[^\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
-def build_wheel(directory: str, config_settings: object = None, metadata_directory: object = None) -> str:
-    build_library_first()
-    return hatchling.build.build_wheel(directory)
+def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
+    return [*hatchling.build.get_requires_for_build_wheel(config_settings), *compilers()]
 
 
-def build_editable(directory: str, config_settings: object = None, metadata_directory: object = None) -> str:
-    build_library_first()
-    return hatchling.build.build_editable(directory)
+def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
+    return [*hatchling.build.get_requires_for_build_editable(config_settings), *compilers()]
 
 
-def build_library_first() -> None:
-    """Before hatchling asks for the version, which depends on the outcome."""
-    os.environ.pop(WHY_PURE, None)
-    library = build_library(Path.cwd())
-    if isinstance(library, str):
-        os.environ[WHY_PURE] = library
+def compilers() -> list[str]:
+    """The packages that the library's build needs here. Without those that pip cannot get, the wheel is pure."""
+    script = load_build_script(Path.cwd())
+    needed: list[str] = [script.ZIG] if os.environ.get("LINROPE_TARGET") else script.requirements()
+    return [requirement for requirement in needed if not is_out_of_reach(requirement)]
 
 
-def build_library(root: Path) -> Path | str:
-    """The library, compiled if it is not of these sources, or the reason why it cannot be built."""
-    if reason := os.environ.get(WHY_PURE):
-        return reason
+def is_out_of_reach(requirement: str) -> bool:
+    """True if pip says that its index lacks the package, or that it cannot reach it."""
+    package = re.split("[<>=!~]", requirement)[0]
+    # pip hides itself from a build by $PYTHONPATH, which -I ignores.
+    command = [sys.executable, "-I", "-m", "pip", "--retries=0", "index", "versions", package]
+    return (
+        "No matching distribution"
+        in subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    )
+
+
+def build_library(root: Path, out_dir: Path) -> Path | str:
+    """The library, compiled if it is not of these sources, or the reason why it cannot be built.
+
+    One for another machine goes to out_dir: the tree keeps its own.
+    """
     script = load_build_script(root)
     try:
-        library: Path = script.current() or script.build()
+        if target := os.environ.get("LINROPE_TARGET"):
+            library: Path = script.build(out_dir, target=target)
+        else:
+            library = script.current() or script.build()
     except RuntimeError as error:
         return str(error)
     return library
 
 
-def label(reason: str) -> str:
-    """The local part of a pure wheel's version: "no compiler: .." gives "+pure.no.compiler"."""
-    return "+pure." + ".".join(re.findall("[a-z0-9]+", reason.partition(":")[0].lower()))
+def platform_tag(root: Path) -> str:
+    """Of a wheel with the library."""
+    if target := os.environ.get("LINROPE_TARGET"):
+        tag: str = load_build_script(root).PLATFORMS[target][0]
+        return tag
+    if sys.platform == "darwin":  # Python itself may be for two processors
+        return f"macosx_{platform.mac_ver()[0].partition('.')[0]}_0_{platform.machine()}"
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
 def load_build_script(root: Path) -> ModuleType:
@@ -89,21 +101,20 @@ def load_build_script(root: Path) -> ModuleType:
 
 class NativeLibrary(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        library = build_library(Path(self.root))
+        self.folder = tempfile.TemporaryDirectory()  # until the wheel is written
+        library = build_library(Path(self.root), Path(self.folder.name))
         if isinstance(library, str):  # slower, and complete: nothing in it needs the library
             self.app.display_warning(f"linrope: a pure wheel, without the native CPU backend. {library}")
             if version == "standard":  # an editable install has the tree's files only
-                self.reason = tempfile.TemporaryDirectory()
-                file = Path(self.reason.name) / "why_pure.txt"
-                file.write_text(library.partition("\n")[0] + "\n", encoding="utf-8")
-                build_data["force_include"][str(file)] = f"linrope/lib/{file.name}"
+                why = Path(self.folder.name, "why_pure.txt")
+                why.write_text(library.partition("\n")[0] + "\n", encoding="utf-8")
+                build_data["force_include"][str(why)] = f"linrope/lib/{why.name}"
             return
-        # No part of it depends on the Python that builds it: py3-none, and this machine's platform.
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        # No part of it depends on the Python that builds it.
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform}"
-        # Git ignores the library, so the wheel would leave it out too.
-        build_data["artifacts"].append(f"/linrope/lib/{library.name}")
+        build_data["tag"] = f"py3-none-{platform_tag(Path(self.root))}"
+        if version == "standard":  # an editable install has the tree's
+            build_data["force_include"][str(library)] = f"linrope/lib/{library.name}"
         self.app.display_info(f"linrope: with the native CPU backend: {library}")
 
 
@@ -150,7 +161,7 @@ class Metadata(MetadataHookInterface):
         source = (root / "linrope" / "__init__.py").read_text(encoding="utf-8")
         version = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
         assert version is not None
-        metadata["version"] = version[1] + (label(why) if (why := os.environ.get(WHY_PURE)) else "")
+        metadata["version"] = version[1]
         text = (root / "README.md").read_text(encoding="utf-8")
         if url := address(root):
             metadata["urls"] = {

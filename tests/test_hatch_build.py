@@ -1,36 +1,43 @@
 """Wheels with and without the native library, of a small project with a build script of its own."""
 
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import hatch_build
+
 ROOT = Path(__file__).parents[1]
 
-BUILDS = """
+COMMON = """
 from pathlib import Path
+ZIG, PLATFORMS = "ziglang>=1", {"Windows x86_64": ("win_amd64", "x86_64-windows-gnu")}
+OUT_DIR = Path(__file__).parents[2] / "linrope" / "lib"
+def requirements():
+    return [ZIG]
 def current():
     return None
-def build():
-    library = Path(__file__).parents[2] / "linrope" / "lib" / "liblinrope_native.so"
+"""
+BUILDS = f"""{COMMON}
+def build(out_dir=OUT_DIR, target=None):
+    library = out_dir / ("linrope_native.dll" if target else "liblinrope_native.so")
     library.parent.mkdir(exist_ok=True)
-    library.write_text("a library")
+    library.write_text(target or "a library")
     return library
 """
-CANNOT = """
-def current():
-    return None
+CANNOT = f"""{COMMON}
 def build():
     raise RuntimeError("no compiler: found none of c++\\nand more")
 """
-CURRENT = """
-from pathlib import Path
+CURRENT = f"""{COMMON}
 def current():
-    return Path(__file__).parents[2] / "linrope" / "lib" / "liblinrope_native.so"
+    return OUT_DIR / "liblinrope_native.so"
 """
 PACKAGES = ("linrope/backends", "kernels/linrope_kernels")
 PURE = [f"{x}/__init__.py" for x in ("linrope", "linrope/backends", "linrope_kernels")]  # in every wheel
@@ -47,11 +54,12 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def hatch(project: Path, script: str, function: str) -> tuple[Path, str]:
+def hatch(project: Path, script: str, function: str, **environment: str) -> tuple[Path, str]:
     """The archive that one of the backend's functions makes, and what it says."""
     (project / "kernels" / "cpu" / "build.py").write_text(script)
     command = f"import hatch_build; print(hatch_build.{function}('dist'))"
-    done = subprocess.run([sys.executable, "-c", command], cwd=project, capture_output=True, text=True)
+    how = {"cwd": project, "capture_output": True, "text": True, "env": os.environ | environment}
+    done = subprocess.run([sys.executable, "-c", command], **how)
     assert done.returncode == 0, done.stderr
     return project / "dist" / done.stdout.split()[-1], " ".join((done.stdout + done.stderr).split())
 
@@ -80,26 +88,36 @@ def test_a_wheel_without_the_library_is_pure_and_says_why(project: Path) -> None
     library.parent.mkdir()
     library.write_text("of another day")  # what lies in the tree is no part of it
     wheel, said = hatch(project, CANNOT, "build_wheel")
-    assert wheel.name == "linrope-1.2.3+pure.no.compiler-py3-none-any.whl"
-    assert "\nVersion: 1.2.3+pure.no.compiler\n" in metadata(wheel)
+    assert wheel.name == "linrope-1.2.3-py3-none-any.whl"
     assert names(wheel) == sorted([*PURE, "linrope/lib/why_pure.txt"])
     assert zipfile.ZipFile(wheel).read("linrope/lib/why_pure.txt") == b"no compiler: found none of c++\n"
     assert "a pure wheel, without the native CPU backend. no compiler: found none of c++ and more" in said
     assert not (project / "linrope" / "lib" / "why_pure.txt").exists()  # the tree may get a library later
 
 
-def test_a_pure_wheel_of_a_source_distribution_keeps_its_version(project: Path, tmp_path: Path) -> None:
-    archive, _ = hatch(project, CANNOT, "build_sdist")
-    assert archive.name == "linrope-1.2.3.tar.gz"
-    wheel, _ = hatch(unpacked(archive, tmp_path / "unpacked"), CANNOT, "build_wheel")
-    assert wheel.name == "linrope-1.2.3-py3-none-any.whl"
-    assert "linrope/lib/why_pure.txt" in names(wheel)
+def test_a_wheel_for_another_machine_leaves_the_tree_s_library_alone(project: Path) -> None:
+    hatch(project, BUILDS, "build_editable")
+    wheel, _ = hatch(project, BUILDS, "build_wheel", LINROPE_TARGET="Windows x86_64")
+    assert wheel.name == "linrope-1.2.3-py3-none-win_amd64.whl"
+    assert names(wheel) == sorted([*PURE, "linrope/lib/linrope_native.dll"])
+    assert [path.name for path in (project / "linrope" / "lib").iterdir()] == ["liblinrope_native.so"]
 
 
-def test_a_pure_editable_install_says_why_in_its_version_alone(project: Path) -> None:
-    wheel, _ = hatch(project, CANNOT, "build_editable")
-    assert wheel.name == "linrope-1.2.3+pure.no.compiler-py3-none-any.whl"
-    assert names(wheel) == ["_linrope.pth"]
+@pytest.mark.parametrize(
+    ("answer", "required"),
+    [("", ["ziglang>=1"]), ("No module named pip", ["ziglang>=1"]), ("No matching distribution found", [])],
+)
+def test_a_build_requires_the_compiler_s_package_unless_pip_cannot_get_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch, answer: str, required: list[str]
+) -> None:
+    (project / "kernels" / "cpu" / "build.py").write_text(COMMON)
+    monkeypatch.chdir(project)
+    asked = SimpleNamespace(stderr=answer)
+    monkeypatch.setattr(
+        hatch_build.subprocess, "run", lambda command, **how: asked if "index" in command else None
+    )
+    for function in (hatch_build.get_requires_for_build_wheel, hatch_build.get_requires_for_build_editable):
+        assert [x for x in function() if x.startswith("ziglang")] == required
 
 
 def test_an_editable_install_builds_a_library_into_the_tree_for_later_builds(project: Path) -> None:

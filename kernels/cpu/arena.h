@@ -1,7 +1,6 @@
 // Scratch memory. The code that lays pieces out runs twice: first over an arena that only counts, then over one that
 // has as many bytes as were counted. So no size is written down twice.
 #pragma once
-#include <cstdlib>
 #include <new>
 #include <utility>
 
@@ -31,13 +30,13 @@ inline char* thread_memory(size_t bytes) {
   static thread_local struct Memory {
     char* data = nullptr;
     size_t size = 0;
-    ~Memory() { free(data); }
+    ~Memory() { release(); }
+    void release() { operator delete(data, std::align_val_t(64)); }
   } memory;
   if (memory.size < bytes) {
-    free(memory.data);
-    memory.size = 0;
-    memory.data = (char*)aligned_alloc(64, bytes);
-    if (!memory.data) throw std::bad_alloc();
+    memory.release();
+    memory = {};
+    memory.data = (char*)operator new(bytes, std::align_val_t(64));
     memory.size = bytes;
   }
   return memory.data;

@@ -2,9 +2,7 @@
 // takes the arguments from PyTorch's stack, checks them, and fills a Call. Everything that could lead a kernel out of
 // bounds is checked.
 #pragma once
-#include <torch/csrc/stable/library.h>
-
-#include <cfloat>
+#include <limits>
 #include <iterator>
 #include <string_view>
 #include <variant>
@@ -145,19 +143,18 @@ inline std::string schema(const char* name, unsigned op, const char* results) {
   return text.append(") -> ").append(results);
 }
 
-inline Inputs from_stack(unsigned op, StableIValue* stack) {
-  using torch::stable::detail::to;
+inline Inputs from_stack(unsigned op, Value* stack) {
   Inputs inputs(op);
   for (int i = 0; i < kCount; i++) {
     const Argument& x = kArguments[i];
     if (!(x.operators & op)) continue;
-    const StableIValue value = *stack++;
+    const Value value = *stack++;
     Call& c = inputs.call;
-    if (const auto number = std::get_if<int64_t Call::*>(&x.to)) c.*(*number) = to<int64_t>(value);
-    else if (const auto flag = std::get_if<bool Call::*>(&x.to)) c.*(*flag) = to<bool>(value);
-    else if (const auto real = std::get_if<double Call::*>(&x.to)) c.*(*real) = to<double>(value);
-    else if (x.required & op) inputs[i] = to<Tensor>(value);
-    else inputs[i] = to<Maybe>(value);
+    if (const auto number = std::get_if<int64_t Call::*>(&x.to)) c.*(*number) = take<int64_t>(value);
+    else if (const auto flag = std::get_if<bool Call::*>(&x.to)) c.*(*flag) = take<bool>(value);
+    else if (const auto real = std::get_if<double Call::*>(&x.to)) c.*(*real) = take<double>(value);
+    else if (x.required & op) inputs[i] = take<Tensor>(value);
+    else inputs[i] = take<Maybe>(value);
   }
   return inputs;
 }
@@ -188,9 +185,9 @@ inline void read_tensor(const Argument& x, const Tensor& tensor, Call& c) {
            x.axes[1].size ? ")" : ",)");
   }
   check_device(x.name, tensor);
-  view.type = type_of(tensor);
+  view.type = tensor.type();
   view.data = (char*)tensor.data_ptr();
-  STD_TORCH_CHECK(x.types != kTypeOfK || view.type == c.type, x.name, ": got another dtype, expected k's");
+  require(x.types != kTypeOfK || view.type == c.type, x.name, ": got another dtype, expected k's");
   if (x.types != kTypeOfK) check_types(x.name, view.type, x.types);
   if (x.memory == kContiguous) check_contiguous(x.name, tensor);
   if (x.memory == kDenseRows) check_last_stride(x.name, tensor);
@@ -231,7 +228,7 @@ inline void read_tokens(Inputs& x) {
   c.value_group = heads ? c.g / heads : 1;
   c.heads_per_gradient = 1;
   c.h = has_q ? c.query_heads * c.value_group : c.g;
-  c.type = type_of(x.at(kK));
+  c.type = x.at(kK).type();
   check_types("k", c.type, kData);
 }
 
@@ -344,7 +341,7 @@ inline void check_together(Inputs& x) {
 inline Call& read_call(Inputs& x) {
   Call& c = x.call;
   if (c.map < kIdentity || c.map > kSilu) refuse("feature_map: got ", c.map, ", expected 0 .. ", (int)kSilu);
-  if (!(c.query_length >= 0 && c.query_length <= FLT_MAX))
+  if (!(c.query_length >= 0 && c.query_length <= std::numeric_limits<float>::max()))
     refuse("unit: got ", c.query_length, ", expected 0 or a positive finite number");
   if (c.normalize && !(c.eps > 0)) refuse("eps: got ", c.eps, ", expected a positive number");
   if (x.has(kErase) && c.normalize) refuse("normalize: got true with erase, expected false");

@@ -5,54 +5,19 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <cstring>
 #include <initializer_list>
-#include <optional>
-#include <sstream>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
-#include "call.h"
+#include "pytorch.h"
 
 namespace linrope {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Maybe = std::optional<Tensor>;
-
 const Isa& isa();
-
-// PyTorch turns std::invalid_argument into Python's ValueError
-template <class... Parts> [[noreturn, gnu::cold]] void refuse(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  throw std::invalid_argument(text.str());
-}
 
 inline std::string shape_text(const Tensor& x) {  // as Python writes a tuple
   std::string text = "(";
   for (int64_t i = 0; i < x.dim(); i++) text.append(i ? ", " : "").append(std::to_string(x.size(i)));
   return text.append(x.dim() == 1 ? ",)" : ")");
-}
-
-inline int type_of(const Tensor& x) {  // -1: one that no kernel reads
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return kFloat32;
-    case ScalarType::BFloat16: return kBFloat16;
-    case ScalarType::Half: return kFloat16;
-    case ScalarType::Double: return kFloat64;
-    case ScalarType::Int: return kInt32;
-    case ScalarType::Long: return kInt64;
-    case ScalarType::Bool: return kBool;
-    default: return -1;
-  }
-}
-inline ScalarType scalar_type(int type) {
-  return type == kFloat32 ? ScalarType::Float : type == kBFloat16 ? ScalarType::BFloat16 : ScalarType::Half;
 }
 
 // types: a bit for each Type that is accepted
@@ -62,24 +27,24 @@ inline void check_types(const char* name, int type, unsigned types) {
   std::string expected;
   for (int i = 0; i <= kBool; i++)
     if (types >> i & 1) expected.append(expected.empty() ? "" : " or ").append(names[i]);
-  STD_TORCH_CHECK(false, name, ": got another dtype, expected ", expected);
+  require(false, name, ": got another dtype, expected ", expected);
 }
 inline void check_type(const char* name, const Tensor& x, Type expected) {
-  check_types(name, type_of(x), 1u << expected);
+  check_types(name, x.type(), 1u << expected);
 }
 
 inline void check_device(const char* name, const Tensor& x) {
-  STD_TORCH_CHECK(x.is_cpu(), name, ": got a tensor of another device, expected one on the CPU");
+  require(x.is_cpu(), name, ": got a tensor of another device, expected one on the CPU");
 }
 
 inline void check_contiguous(const char* name, const Tensor& x) {
-  STD_TORCH_CHECK(x.is_contiguous(), name, ": got a tensor that is not contiguous, expected a contiguous one");
+  require(x.is_contiguous(), name, ": got a tensor that is not contiguous, expected a contiguous one");
 }
 
 // Rows of one number and those of empty tensors may have any stride: numpy's may be 0
 inline void check_last_stride(const char* name, const Tensor& x) {
   const int64_t last = x.dim() - 1;
-  STD_TORCH_CHECK(x.size(last) <= 1 || x.stride(last) == 1 || x.numel() == 0, name, ": got stride ", x.stride(last),
+  require(x.size(last) <= 1 || x.stride(last) == 1 || x.numel() == 0, name, ": got stride ", x.stride(last),
                   " in the last dimension, expected 1");
 }
 
@@ -107,7 +72,7 @@ const T* numbers(const char* name, const Tensor& x, Type type, std::initializer_
 inline void check_cu_seqlens(const Tensor& x) {
   if (x.dim() != 1 || x.size(0) < 1) refuse("cu_seqlens: got shape ", shape_text(x), ", expected (s + 1,)");
   check_device("cu_seqlens", x);
-  check_types("cu_seqlens", type_of(x), 1u << kInt32 | 1u << kInt64);
+  check_types("cu_seqlens", x.type(), 1u << kInt32 | 1u << kInt64);
   check_contiguous("cu_seqlens", x);
 }
 
@@ -123,36 +88,32 @@ inline std::vector<int64_t> rising_bounds(const void* data, int type, int64_t co
   return bounds;
 }
 
-// By the C shim, because the stable ABI's new_empty takes the slow way through the boxed dispatcher
-inline Tensor empty(ScalarType dtype, std::initializer_list<int64_t> sizes, bool zeros = false) {
-  int64_t strides[8], stride = 1, count = (int64_t)sizes.size();
+inline Tensor empty(int type, std::initializer_list<int64_t> sizes, bool zeros = false) {
+  int64_t strides[8], stride = 1, count = (int64_t)sizes.size(), bytes = Tensor::size_of(type);
   for (int64_t i = count; i-- > 0;) {
     strides[i] = stride;
     stride *= sizes.begin()[i] > 1 ? sizes.begin()[i] : 1;
+    bytes *= sizes.begin()[i];
   }
-  const int32_t type = dtype == ScalarType::Float      ? aoti_torch_dtype_float32()
-                       : dtype == ScalarType::Double   ? aoti_torch_dtype_float64()
-                       : dtype == ScalarType::BFloat16 ? aoti_torch_dtype_bfloat16()
-                       : dtype == ScalarType::Long     ? aoti_torch_dtype_int64()
-                                                       : aoti_torch_dtype_float16();
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(count, sizes.begin(), strides, type, aoti_torch_device_type_cpu(), 0, &handle));
+  TensorHandle handle;
+  succeed(pytorch.aoti_torch_empty_strided(count, sizes.begin(), strides, Tensor::code_of(type),
+                                           pytorch.aoti_torch_device_type_cpu(), 0, &handle),
+          "make a tensor");
   Tensor result(handle);
 #if defined(__linux__)
   // Each fresh page costs a fault, together a quarter of a long call's time: ask for large pages
   constexpr uintptr_t kHuge = 1 << 21;
   const uintptr_t first = ((uintptr_t)result.data_ptr() + kHuge - 1) / kHuge * kHuge;
-  const uintptr_t last = ((uintptr_t)result.data_ptr() + result.numel() * result.element_size()) / kHuge * kHuge;
+  const uintptr_t last = ((uintptr_t)result.data_ptr() + bytes) / kHuge * kHuge;
   if (last >= first + 2 * kHuge) madvise((void*)first, last - first, MADV_HUGEPAGE);
 #endif
-  if (zeros && result.numel()) memset(result.data_ptr(), 0, (size_t)result.numel() * result.element_size());
+  if (zeros && bytes) memset(result.data_ptr(), 0, (size_t)bytes);
   return result;
 }
 
 // A tensor whose rows are read or written in place
 inline View view(const Tensor& x) {
-  return {(char*)x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), 1, type_of(x)};
+  return {(char*)x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), 1, x.type()};
 }
 
 }  // namespace linrope

@@ -10,9 +10,10 @@ namespace linrope {
 
 inline Tensor reinterpret(const Tensor& x, int64_t first, std::initializer_list<int64_t> sizes,
                           std::initializer_list<int64_t> strides) {
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), (int64_t)sizes.size(), sizes.begin(), strides.begin(),
-                                                        x.storage_offset() + first, &handle));
+  TensorHandle handle;
+  succeed(pytorch.aoti_torch__reinterpret_tensor(x.get(), (int64_t)sizes.size(), sizes.begin(), strides.begin(),
+                                                 x.storage_offset() + first, &handle),
+          "view a tensor");
   return Tensor(handle);
 }
 // The columns of x from `first` on, as (b, 1, count) and as (b, 1, heads, width)
@@ -26,7 +27,7 @@ inline Tensor as_heads(const Tensor& x, int64_t first, int64_t heads, int64_t wi
 // The norm's result as (b, h e)
 inline Tensor norm_rows(NormCall& c) {
   const int64_t numbers = (int64_t)c.h * c.e;
-  const Tensor y = empty(ScalarType::Float, {c.b, numbers});
+  const Tensor y = empty(kFloat32, {c.b, numbers});
   c.y = {(char*)y.data_ptr(), numbers, numbers, c.e};
   run_norm(c);
   return y;
@@ -70,7 +71,7 @@ inline Tensor linear(Tensor x, Tensor weight, Maybe bias) {
   const int64_t rows = x.size(0), n = weight.size(0), k = x.size(1);
   const Linear c{.x = parameter("x", x, {rows, k}), .weight = parameter("weight", weight, {n, k}),
                  .bias = bias ? parameter("bias", *bias, {n}) : nullptr, .rows = rows, .n = n, .k = k, .stride = k};
-  const Tensor y = empty(ScalarType::Float, {rows, n});
+  const Tensor y = empty(kFloat32, {rows, n});
   run_linear(c, (float*)y.data_ptr());
   return y;
 }
@@ -147,11 +148,11 @@ struct MixerGates {
       product = {.x = (const float*)x.data_ptr() + at.forget, .weight = parameter("up", *up, {at.g, at.units, at.rank}),
                  .bias = parameter("up_bias", *up_bias, {at.g, at.units}), .rows = at.b, .n = at.g * at.units,
                  .k = at.rank, .stride = at.count};
-    if (up) log_decay = empty(ScalarType::Double, {at.b, 1, at.g, at.units});
-    else if (has_forget || fixed) log_decay = empty(ScalarType::Double, {at.b, 1, at.g});
-    if (largest > 0) erase = empty(ScalarType::Double, {at.b, 1, at.g});
+    if (up) log_decay = empty(kFloat64, {at.b, 1, at.g, at.units});
+    else if (has_forget || fixed) log_decay = empty(kFloat64, {at.b, 1, at.g});
+    if (largest > 0) erase = empty(kFloat64, {at.b, 1, at.g});
     if (write_factor == kWriteErased) write = erase;
-    else if (write_factor != kWriteOnes) write = empty(ScalarType::Double, {at.b, 1, at.g});
+    else if (write_factor != kWriteOnes) write = empty(kFloat64, {at.b, 1, at.g});
   }
 
   void fill(const float* x) const {
@@ -196,7 +197,7 @@ inline Tensor mixer_step(Tensor x, int64_t heads, bool has_gate, bool has_forget
   if (weight.has_value() != inputs.has_value()) refuse("weight, inputs: got one of them, expected both or none");
 
   const Tensor starts = slots ? positions_at(*slots, positions, at.b, kv.size(0)) : positions;
-  const Tensor mixed = weight ? empty(ScalarType::Float, {at.b, at.channels}) : x;
+  const Tensor mixed = weight ? empty(kFloat32, {at.b, at.channels}) : x;
   std::optional<ConvolutionCall> convolution;
   if (weight) convolution.emplace(as_token(x, 0, at.channels), *weight, bias, inputs, Maybe(), slots, silu);
   Inputs step(kStep);
@@ -218,7 +219,7 @@ inline Tensor mixer_step(Tensor x, int64_t heads, bool has_gate, bool has_forget
   step.call.eps = eps;
   Call& c = read_call(step);
   int64_t* position = advancing_positions(at.b, starts);
-  const Tensor out = empty(ScalarType::Float, {at.b, 1, at.out_heads, at.e});
+  const Tensor out = empty(kFloat32, {at.b, 1, at.out_heads, at.e});
   c.out = view(out);
   NormCall after(out, has_gate ? Maybe(as_token(x, at.gate, at.out_heads * at.e)) : Maybe(), skip ? step[kV] : Maybe(),
                  norm, skip, norm_eps, over_heads, gate_first, skip_first);

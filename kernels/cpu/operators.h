@@ -42,15 +42,15 @@ inline std::vector<double> total(const std::vector<float>& sums, size_t size) {
 
 inline int tokens_type(const char* name, const Tensor& x, int64_t dims) {
   if (x.dim() != dims) refuse(name, ": got shape ", shape_text(x), ", expected ", dims, " dimensions");
-  check_types(name, type_of(x), 1u << kFloat32 | 1u << kBFloat16 | 1u << kFloat16);
-  return type_of(x);
+  check_types(name, x.type(), 1u << kFloat32 | 1u << kBFloat16 | 1u << kFloat16);
+  return x.type();
 }
 
 // A tensor whose rows are read in place; `head` is the stride of heads, if the last dimension holds them
 inline View tokens(const char* name, const Tensor& x, int type, std::initializer_list<int64_t> sizes,
                    int64_t head = 0) {
   check_shape(name, x, sizes);
-  STD_TORCH_CHECK(type_of(x) == type, name, ": got another dtype, expected that of the first argument");
+  require(x.type() == type, name, ": got another dtype, expected that of the first argument");
   check_last_stride(name, x);
   return {(char*)x.data_ptr(), x.stride(0), x.stride(1), x.dim() == 4 ? x.stride(2) : head, 1, type};
 }
@@ -83,7 +83,7 @@ struct ConvolutionCall : Convolution {
     sequences = b;
     if (cu_seqlens) {
       check_cu_seqlens(*cu_seqlens);
-      sequence_bounds = rising_bounds(cu_seqlens->data_ptr(), type_of(*cu_seqlens), cu_seqlens->size(0), n);
+      sequence_bounds = rising_bounds(cu_seqlens->data_ptr(), cu_seqlens->type(), cu_seqlens->size(0), n);
       if (b != 1) refuse("cu_seqlens: got a batch of ", b, ", expected a batch of 1");
       sequences = (int64_t)sequence_bounds.size() - 1;
       bounds = sequence_bounds.data();
@@ -116,7 +116,7 @@ struct ConvolutionCall : Convolution {
 
 inline Tensor convolve(Tensor x, Tensor weight, Maybe bias, Maybe before, Maybe cu_seqlens, bool silu) {
   ConvolutionCall c(x, weight, bias, before, cu_seqlens, {}, silu);
-  Tensor y = empty(x.scalar_type(), {c.b, c.n, c.c}, !c.covers_all_tokens());
+  Tensor y = empty(x.type(), {c.b, c.n, c.c}, !c.covers_all_tokens());
   c.y = view(y);
   Tasks(c.b, c.n).run(c.c, [&](int64_t, int64_t batch, int64_t begin, int64_t end) {
     isa().convolve(c, batch, begin, end);
@@ -129,7 +129,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> convolve_backward(Tensor gradi
                                                                     Maybe bias, Maybe before, Maybe cu_seqlens,
                                                                     bool silu) {
   ConvolutionCall c(x, weight, bias, before, cu_seqlens, {}, silu);
-  const auto type = x.scalar_type();
+  const auto type = x.type();
   c.dy = tokens("gradient", gradient, c.type, {c.b, c.n, c.c});
   Tensor dx = empty(type, {c.b, c.n, c.c}, !c.covers_all_tokens());
   Tensor d_before = before ? empty(type, {c.sequences, c.taps - 1, c.c}, true) : empty(type, {0});
@@ -142,7 +142,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> convolve_backward(Tensor gradi
     isa().convolve_backward(c, batch, begin, end, sums.data() + task * size);
   });
   const std::vector<double> sum = total(sums, size);
-  Tensor d_weight = empty(ScalarType::Float, {c.c, c.taps}), d_bias = empty(ScalarType::Float, {bias ? c.c : 0});
+  Tensor d_weight = empty(kFloat32, {c.c, c.taps}), d_bias = empty(kFloat32, {bias ? c.c : 0});
   float *to_weight = (float*)d_weight.data_ptr(), *to_bias = (float*)d_bias.data_ptr();
   for (int64_t i = 0; i < c.c; i++)
     for (int64_t t = 0; t < c.taps; t++) to_weight[i * c.taps + t] = (float)sum[t * c.stride + i];
@@ -218,7 +218,7 @@ inline Tensor gated_norm(Tensor out, Maybe gate, Maybe v, Maybe weight, Maybe sk
                          bool gate_first, bool skip_first, bool sigmoid) {
   NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first, sigmoid);
   const int64_t numbers = (int64_t)c.h * c.e;
-  Tensor y = empty(out.scalar_type(), {c.b, c.n, numbers});
+  Tensor y = empty(out.type(), {c.b, c.n, numbers});
   c.y = {(char*)y.data_ptr(), c.n * numbers, numbers, c.e};
   run_norm(c);
   return y;
@@ -229,7 +229,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
     Tensor gradient, Tensor out, Maybe gate, Maybe v, Maybe weight, Maybe skip, double eps, bool over_heads,
     bool gate_first, bool skip_first, bool sigmoid) {
   NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first, sigmoid);
-  const auto type = out.scalar_type();
+  const auto type = out.type();
   const int64_t numbers = (int64_t)c.h * c.e;
   c.dy = tokens("gradient", gradient, c.type, {c.b, c.n, numbers}, c.e);
   Tensor d_out = empty(type, {c.b, c.n, c.h, c.e});
@@ -252,8 +252,8 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
       if (weight) of_weight[(shared ? 0 : head) * c.e + i] += sum[head * c.stride + i];
       if (skip) of_skip[head] += sum[(c.h + head) * c.stride + i];
     }
-  Tensor d_weight = empty(ScalarType::Float, {(int64_t)of_weight.size()});
-  Tensor d_skip = empty(ScalarType::Float, {(int64_t)of_skip.size()});
+  Tensor d_weight = empty(kFloat32, {(int64_t)of_weight.size()});
+  Tensor d_skip = empty(kFloat32, {(int64_t)of_skip.size()});
   std::copy(of_weight.begin(), of_weight.end(), (float*)d_weight.data_ptr());
   std::copy(of_skip.begin(), of_skip.end(), (float*)d_skip.data_ptr());
   return {d_out, d_gate, d_v, d_weight, d_skip};

@@ -1,9 +1,9 @@
 // Parallel regions, and the least work that is worth one.
 #pragma once
-#include <torch/csrc/stable/ops.h>
-
 #include <exception>
 #include <mutex>
+
+#include "pytorch.h"
 
 namespace linrope {
 
@@ -17,17 +17,28 @@ constexpr int64_t kMinParallelLinear = 1 << 20;  // products in a step's project
 // one of them throws reaches the caller as it is, when all have ended.
 template <class F> void for_ranges(int64_t count, bool parallel, const F& f) {
   if (!parallel || count <= 1) return f(0, count);
-  std::exception_ptr error;
-  std::mutex mutex;
-  torch::stable::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+  struct Work {
+    const F& f;
+    std::mutex mutex;
+    std::exception_ptr error;
+  } work{f, {}, {}};
+  const Range run = [](int64_t first, int64_t last, void* context) {
+    Work& work = *(Work*)context;
     try {
-      f(first, last);
+      work.f(first, last);
     } catch (...) {
-      const std::lock_guard lock(mutex);
-      if (!error) error = std::current_exception();
+      const std::lock_guard lock(work.mutex);
+      if (!work.error) work.error = std::current_exception();
     }
-  });
-  if (error) std::rethrow_exception(error);
+  };
+  succeed(pytorch.torch_parallel_for(0, count, 1, run, &work), "run on several threads");
+  if (work.error) std::rethrow_exception(work.error);
+}
+
+inline int64_t num_threads() {
+  uint32_t count;
+  succeed(pytorch.torch_get_num_threads(&count), "count its threads");
+  return count;
 }
 
 }  // namespace linrope

@@ -53,7 +53,7 @@ struct Schedule {
   // number of threads.
   template <class F>
   void sweep(Sweep* sweep, int64_t first, int64_t count, int64_t n, bool want_output, F ends) const {
-    const int64_t threads = torch::stable::get_num_threads(), tasks_each = tasks() / (threads > 0 ? threads : 1);
+    const int64_t threads = num_threads(), tasks_each = tasks() / (threads > 0 ? threads : 1);
     int64_t bundle = tasks_each < 1 ? 1 : tasks_each < kBundle ? tasks_each : kBundle;
     if (bundle > c.g) bundle = c.g;
     if (bundle < 1 || c.sequences < 1) return;

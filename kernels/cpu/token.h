@@ -60,7 +60,7 @@ inline int64_t* advancing_positions(int64_t sequences, const Maybe& positions) {
 inline Tensor positions_at(const Tensor& slots, const Tensor& pool, int64_t b, int64_t rows) {
   const int64_t* slot = numbers<int64_t>("slots", slots, kInt64, {b});
   const int64_t* from = numbers<int64_t>("positions", pool, kInt64, {rows, 1});
-  const Tensor result = empty(ScalarType::Long, {b, 1});
+  const Tensor result = empty(kInt64, {b, 1});
   std::vector<bool> taken(rows);
   for (int64_t i = 0; i < b; i++) {
     const bool exists = slot[i] >= 0 && slot[i] < rows;

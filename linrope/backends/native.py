@@ -4,20 +4,15 @@ Sums are float32, z is float64. For the backward pass the forward pass saves the
 with ``erase``, what each token wrote; the rest is recomputed from the inputs.
 """
 
-from collections.abc import Callable
-from functools import cache
-from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from linrope.backends import bridge
+from linrope.backends import bridge, library
 from linrope.backends.protocol import COMMON
 from linrope.backends.value_columns import Divided, parts_of
-from linrope.common.private_names import arguments_of
 from linrope.common.tracing import traced
 from linrope.recurrence.call import (
     TOKEN_INPUTS,
@@ -34,8 +29,6 @@ from linrope.recurrence.call import (
 from linrope.recurrence.state import LinearAttentionState
 
 MAX_DIM = 256
-LIBRARY = Path(__file__).parents[1] / "lib" / "liblinrope_native.so"
-WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
 OPTIONS, TAKES_VALUE_GROUPS, CLAMPS_GATES = COMMON | {"erase", "unit"}, True, False
 # The numbers of kernels/cpu/call.h
 BLOCK = 256
@@ -43,55 +36,39 @@ MAPS = {"identity": 0, "elu+1": 1, "relu": 2, "relu2": 3, "exp": 4, "silu": 5}
 LAYOUTS = {"interleaved": 1, "half": 2}
 
 
-def _load() -> str | None:
-    """Loads the library. Returns the reason if that fails."""
-    if not LIBRARY.is_file():
-        return _why_absent()
-    try:
-        torch.ops.load_library(LIBRARY)
-    except (OSError, RuntimeError) as error:
-        return f"the native library cannot be loaded: {error}"
-    return None
-
-
-def _why_absent() -> str:
-    if WHY_PURE.is_file():
-        return f"a build without the compiled kernels ({WHY_PURE.read_text(encoding='utf-8').strip()})"
-    if (Path(__file__).parents[2] / "kernels" / "cpu" / "build.py").is_file():
-        return "not built in this tree: run `make native`"
-    return f"the native library is missing: {LIBRARY}"
-
-
-_LOAD_ERROR = _load()
-_ops = torch.ops.linrope_native
+_in_use = next(iter(library.INSTRUCTION_SETS), None)
 
 
 def why_not() -> str | None:
     """The reason why the backend cannot run on this machine; None: it can."""
-    return _LOAD_ERROR
+    return library.WHY_NOT
 
 
 def instruction_sets() -> list[str]:
     """The instruction sets with kernels that this machine can run, the best one first."""
-    return [] if _LOAD_ERROR else _ops.isas().split(",")
+    return [*library.INSTRUCTION_SETS]
 
 
 def instruction_set() -> str | None:
     """The instruction set in use."""
-    return None if _LOAD_ERROR else _ops.isa()
+    return _in_use
 
 
 def use_instruction_set(name: str) -> None:
     """Switches to another of ``instruction_sets``, for tests. Raises RuntimeError for other names."""
-    if _LOAD_ERROR:
-        raise RuntimeError(_LOAD_ERROR)
-    _ops.set_isa(name)
+    global _in_use
+    if (reason := why_not()) is not None:
+        raise RuntimeError(reason)
+    if name not in library.INSTRUCTION_SETS:
+        raise RuntimeError(f"name: got {name!r}, expected one of {', '.join(library.INSTRUCTION_SETS)}")
+    library.use_instruction_set(name)
+    _in_use = name
 
 
 def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     f, e = call.k.shape[3], call.v.shape[3]
-    if _LOAD_ERROR:
-        return _LOAD_ERROR
+    if (reason := why_not()) is not None:
+        return reason
     if call.k.device.type != "cpu":
         return f"tensors on {call.k.device}: native runs on CPUs only"
     if torch.float64 in (call.k.dtype, call.v.dtype):
@@ -145,7 +122,7 @@ class Step:
 
     def __init__(self, call: Call) -> None:
         # The token's inputs have no default here, so that a call without one of them raises.
-        optional = [name for name in _argument_names("step") if name not in TOKEN_INPUTS]
+        optional = [name for name in library.argument_names("step") if name not in TOKEN_INPUTS]
         self.shared = dict.fromkeys(optional) | _settings(call) | {"advance": True}
 
     def __call__(
@@ -164,7 +141,7 @@ class Step:
             q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
         token = _token_arguments(call, log_decay, sums)
         token |= {"q": q, "k": k, "v": v, "positions": position.unsqueeze(1), "slots": slots}
-        out = run_operator("step", self.shared | token)
+        out = library.run_by_name("step", self.shared | token)
         if in_place:
             _count_write(*sums, position)
         return out, sums, position
@@ -180,7 +157,7 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
     q, k, v, same_dtype = _kernel_qkv(call)
     token = _token_arguments(call, call.log_decay, sums)
     token |= {"q": q, "k": k, "v": v, "slots": slots, "key_mask": call.key_mask, "advance": False}
-    out = run_operator("step", token | _positions(call) | _settings(call))
+    out = library.run_by_name("step", token | _positions(call) | _settings(call))
     if in_place:
         _count_write(*sums)
     return out if same_dtype else out.to(call.v.dtype), sums
@@ -247,24 +224,6 @@ def _settings(call: Call) -> dict[str, Any]:
     }
 
 
-@cache
-def _argument_names(operator: str) -> list[str]:
-    """The names of an operator's arguments, in its schema's order."""
-    return arguments_of(getattr(_ops, operator).default)
-
-
-@cache
-def _by_position(operator: str) -> tuple[Any, Callable[[dict[str, Any]], tuple[Any, ...]]]:
-    """The operator of this name, and a function that puts a dict of its arguments in the order of its schema."""
-    return getattr(_ops, operator).default, itemgetter(*_argument_names(operator))
-
-
-def run_operator(operator: str, arguments: dict[str, Any]) -> Any:
-    """operator(**arguments), but passed by position: PyTorch takes 5 us to match keywords."""
-    run, in_order = _by_position(operator)
-    return run(*in_order(arguments))
-
-
 def _saves_z(call: Call) -> bool:
     return call.causal and call.erase is None and (call.normalize or call.return_state)
 
@@ -302,7 +261,7 @@ def _forward(
         "want_state": call.return_state,
         "save": save,
     }
-    out, kv, z, *saved = run_operator("forward", arguments | _tensors(call, sums) | _settings(call))
+    out, kv, z, *saved = library.run_by_name("forward", arguments | _tensors(call, sums) | _settings(call))
     if call.erase is not None:
         z = z.new_zeros(kv.shape[:-1])  # states without z hold zeros
     return out if same_dtype else out.to(call.v.dtype), kv, z, saved
@@ -339,7 +298,7 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
         ),
         **{f"want_{name}": has_tokens and getattr(call, name) is not None for name in wanted},
     }
-    gradients = run_operator("backward", arguments | _tensors(call, sums) | _settings(call))
+    gradients = library.run_by_name("backward", arguments | _tensors(call, sums) | _settings(call))
     dq, dk, dv, d_log, *d_others, d_kv, d_z = gradients
     if has_tokens and not call.decays_by_unit and call.log_decay is not None:
         d_log = d_log.squeeze(3)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from linrope.backends import native
+from linrope.backends import library, native
 from linrope.common.writable import check_writable
 from linrope.feature_maps import FeatureMap
 from linrope.operation.plan import plan_of
@@ -63,7 +63,7 @@ class AttentionStep:
             "write": write,
             "erase": erase,
         }
-        out: Tensor = native.run_operator("step", self._arguments | token)
+        out: Tensor = library.run_by_name("step", self._arguments | token)
         increment_version(self._written)  # autograd does not see what kernels write
         return out
 
@@ -99,7 +99,7 @@ def prepare_attention(
         TypeError, ValueError: as in ``linear_rope_attention``; or only an ordinary call can take the step.
         RuntimeError: the backend "native" cannot run here. The message has the reason.
 
-    >>> from linrope.backends import native
+    >>> from linrope.backends import library, native
     >>> from linrope.decode import prepare_attention
     >>> q, k, v = torch.randn(3, 1, 5, 2, 4)
     >>> expected, (_, state) = linear_rope_attention(q, k, v), linear_rope_attention(

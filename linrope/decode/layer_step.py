@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.backends import native
+from linrope.backends import library, native
 from linrope.common.writable import check_slots
 from linrope.decode.products import Joined
 from linrope.layer.attention import LinearRoPEAttention
@@ -58,7 +58,7 @@ class LayerStep:
     def of_rows(self, x: Tensor, slots: Tensor | None) -> Tensor:
         """The step without checks: x (b, embed_dim), contiguous float32."""
         arguments = self._arguments | {"x": self.projections(x), "slots": slots}
-        y: Tensor = self.o_proj(native.run_operator("mixer_step", arguments))
+        y: Tensor = self.o_proj(library.run_by_name("mixer_step", arguments))
         return y
 
 

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linrope.backends import library
 from linrope.common.writable import check_slots
 from linrope.decode.layer_step import LayerStep
 from linrope.decode.parts import BlockParts, ModelParts
 from linrope.decode.products import Joined, linear
 from linrope.layer.state import LayerState
-
-_ops = torch.ops.linrope_native
 
 
 class ModelStep:
@@ -78,7 +77,7 @@ class _AddNorm:
         self.weight, self.eps = norm.weight.detach(), norm.eps
 
     def __call__(self, x: Tensor, y: Tensor | None) -> Tensor:
-        normed: Tensor = _ops.add_norm.default(x, y, self.weight, self.eps)
+        normed: Tensor = library.run("add_norm", x, y, self.weight, self.eps)
         return normed
 
 
@@ -89,4 +88,4 @@ class _SwiGLU:
         self.w1_w3, self.w2 = Joined(block.w1, block.w3), Joined(block.w2)
 
     def of_rows(self, x: Tensor, slots: Tensor | None) -> Tensor:
-        return self.w2(_ops.silu_product.default(self.w1_w3(x)))
+        return self.w2(library.run("silu_product", self.w1_w3(x)))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_ops = torch.ops.linrope_native
+from linrope.backends import library
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -14,7 +14,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Up to eight rows are computed by the native library, which is faster for so few.
     """
-    y: Tensor = _ops.linear.default(x, weight, bias) if len(x) <= _FEW_ROWS else F.linear(x, weight, bias)
+    y: Tensor = library.run("linear", x, weight, bias) if len(x) <= _FEW_ROWS else F.linear(x, weight, bias)
     return y
 
 

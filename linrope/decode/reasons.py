@@ -85,8 +85,6 @@ def why_not_layer(layer: nn.Module, state: Any) -> str | None:
     """The reason why a step cannot take the place of the layer's call with a donated state; None: it can."""
     if (reason := native.why_not()) is not None:
         return reason
-    if not hasattr(torch.ops.linrope_native, "linear"):
-        return "the library was built from other sources: run `make native`"
     if not isinstance(layer, LinearRoPEAttention):
         return f"attention in {type(layer).__name__}"
     return (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.backends.native import run_operator
+from linrope.backends.library import run_by_name
 from linrope.backends.operator import Operator, Output, Tensors
 from linrope.common.tracing import check_not_in_onnx
 from linrope.operation.checks import check_packing
@@ -213,8 +213,8 @@ class _Convolve(Operator[_Convolution]):
     def forward(self, record: _Convolution, save: bool) -> Output:
         if record.kernel == "native":
             if record.x2 is None:
-                return run_operator("convolve", _native(record)), None, None, []
-            return _results([run_operator("convolve", _native(x)) for x in _split(record)])
+                return run_by_name("convolve", _native(record)), None, None, []
+            return _results([run_by_name("convolve", _native(x)) for x in _split(record)])
         ys = launch("convolve_fwd", record)
         return _results([converted(y, x.dtype) for x, y in zip(_parts(record), ys)])
 
@@ -250,7 +250,7 @@ def _native(call: _Convolution) -> dict[str, Any]:
 def _native_gradients(call: _Convolution, g: Tensor | None) -> Any:
     """The gradients of the inputs of a call of one part."""
     gradient = call.x.new_zeros(call.x.shape) if g is None else with_dense_rows(g, call.x.dtype)
-    return run_operator("convolve_backward", _native(call) | {"gradient": gradient})
+    return run_by_name("convolve_backward", _native(call) | {"gradient": gradient})
 
 
 def _native_backward(record: _Convolution, g: Tensors) -> Sequence[Any]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.backends.native import run_operator
+from linrope.backends.library import run_by_name
 from linrope.backends.operator import Operator, Output, Tensors
 from linrope.common.argument_checks import check_name
 from linrope.common.tracing import check_not_in_onnx
@@ -206,14 +206,14 @@ class _Norm(Operator[_GatedNorm]):
     def forward(self, record: _GatedNorm, save: bool) -> Output:
         if record.kernel == "triton":
             return launch("norm_fwd", record), []
-        return converted(run_operator("gated_norm", _kernel_arguments(record)), record.out.dtype), []
+        return converted(run_by_name("gated_norm", _kernel_arguments(record)), record.out.dtype), []
 
     def backward(self, record: _GatedNorm, saved: list[Tensor], g: Tensors) -> Tensors:
         if record.kernel == "triton":
             return launch("norm_bwd", record, g[0])  # type: ignore[no-any-return]
         arguments = _kernel_arguments(record)
         gradient = with_dense_rows(g[0], arguments["out"].dtype)
-        d_out, d_gate, d_v, d_weight, d_skip = run_operator(
+        d_out, d_gate, d_v, d_weight, d_skip = run_by_name(
             "gated_norm_backward", arguments | {"gradient": gradient}
         )
         if record.weight is not None:

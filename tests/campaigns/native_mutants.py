@@ -89,7 +89,7 @@ class Library:
         self.build: Any = module_from_spec(spec)
         spec.loader.exec_module(self.build)
         self.flags = [x if x != "-O3" else "-O1" for x in self.build.FLAGS]
-        self.compiler, used = self.build.find_compiler(self.build.COMPILERS), native.instruction_set()
+        self.compiler, used = self.build.find_compiler(), native.instruction_set()
         self.objects = {isa: tree / f"kernel_{isa}.o" for isa in self.build.ISAS["x86_64"]}
         self.parts = {"binding": "binding.cpp", str(used): "kernel.cpp"}
         for isa in self.objects:
@@ -98,20 +98,18 @@ class Library:
 
     def compile(self, part: str) -> None:
         if part == "binding":
-            headers = self.build.torch_folder() / "include"
-            more = ["binding.cpp", self.build.STABLE_ABI, "-isystem", str(headers)]
+            more = ["binding.cpp", f'-DLINROPE_BUILD="{self.build.digest()}"']
         else:
             more = ["kernel.cpp", f"-DISA={part}", *self.build.ISAS["x86_64"][part]]
         out = self.objects.setdefault(part, self.tree / "binding.o")
-        command = [self.compiler, *self.flags, *more, "-c", "-o", out]
+        command = [*self.compiler, *self.flags, "-fPIC", *more, "-c", "-o", out]
         subprocess.run(command, cwd=self.source, check=True, capture_output=True)
 
     def link(self) -> None:
-        library = self.tree / "linrope" / "lib" / self.build.LIBRARY
+        library = self.tree / "linrope" / "lib" / self.build.library_name("Linux x86_64")
         library.parent.mkdir(exist_ok=True)
-        command = [self.compiler, "-shared", "-o", library, *self.objects.values()]
-        command += [f"-Wl,--build-id=0x{self.build.digest()}", f"-L{self.build.torch_folder() / 'lib'}"]
-        subprocess.run([*command, "-ltorch_cpu", "-Wl,--as-needed"], check=True, capture_output=True)
+        command = [*self.compiler, "-shared", "-o", library, *self.objects.values()]
+        subprocess.run(command, check=True, capture_output=True)
 
     def judge(self, mutant: Mutant) -> str:
         """How the mutant ends: it does not compile, tests fail or hang, or it survives."""

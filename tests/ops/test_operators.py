@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
-from linrope.backends import native as library
+from linrope.backends import library
 from linrope.ops import convolve, gated_norm
 from linrope.ops.arguments import choose
 from tests.ops.cases import needs_native, numbers
@@ -158,7 +158,7 @@ def test_auto_takes_the_kernels_where_they_can_run_and_names_the_reason_where_no
 def test_without_the_library_auto_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     block, x = Block("auto"), numbers(2, 9, 32)
     expected = results(block, block, x)
-    monkeypatch.setattr(library, "_LOAD_ERROR", "not built")
+    monkeypatch.setattr(library, "WHY_NOT", "not built")
     assert_close(results(block, block, x), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(RuntimeError, match="backend='native' cannot run: not built"):
         convolve(x, torch.ones(32, 2), backend="native")

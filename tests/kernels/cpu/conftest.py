@@ -1,12 +1,16 @@
 """The native library, of the sources as they are; without one its tests are skipped."""
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
+from linrope.backends import library
 from linrope.backends import native as backend
+from tests.support.contract import instruction_set
 
 SCRIPT = Path(__file__).parents[3] / "kernels" / "cpu" / "build.py"
 
@@ -20,21 +24,27 @@ def build_script():
     return module
 
 
+class Operators:
+    """native.forward(..) runs the library's operator of this name."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(library.run, name)
+
+
 @pytest.fixture(scope="session")
 def native(build_script):
-    """torch.ops.linrope_native."""
-    if not backend.LIBRARY.is_file():
+    """The library's operators."""
+    if not library.LIBRARY.is_file():
         pytest.skip(backend.why_not())
-    assert build_script.current() is not None, f"{backend.LIBRARY} is of other sources: make native"
+    assert build_script.current() is not None, f"{library.LIBRARY} is of other sources: make native"
     assert backend.why_not() is None, backend.why_not()
-    return torch.ops.linrope_native
+    return Operators()
 
 
 @pytest.fixture(params=["amx", "v4", "v3", "baseline"])
 def isa(request, native):
     """Every test runs on every instruction set that this machine has."""
-    if request.param not in native.isas().split(","):
+    if request.param not in backend.instruction_sets():
         pytest.skip(f"no {request.param} on this machine")
-    native.set_isa(request.param)
-    yield request.param
-    native.set_isa(native.isas().split(",")[0])  # the best one, as before: other tests compare bits
+    with instruction_set(request.param):
+        yield request.param

@@ -1,11 +1,17 @@
 """The build script: what it refuses, and how it tells a library of other sources apart."""
 
+import json
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+
+import linrope
+from linrope.backends import native as backend
 
 
 @pytest.fixture
@@ -17,9 +23,9 @@ def script(build_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def built(script: ModuleType, folder: Path) -> Path:
-    """A file with what the linker writes into the library."""
-    library = folder / script.LIBRARY
-    library.write_bytes(b"\x7fELF .." + bytes.fromhex(script.digest()) + b"..")
+    """A file with what the compiler writes into the library."""
+    library = folder / script.library_name(script.this_platform())
+    library.write_bytes(b"\x7fELF .." + script.digest().encode() + b"..")
     return library
 
 
@@ -37,48 +43,50 @@ def test_a_library_of_these_sources_is_current_until_one_changes(script: ModuleT
 
 def test_without_a_compiler_it_says_so_and_leaves_no_old_library(script: ModuleType, tmp_path: Path) -> None:
     library = built(script, tmp_path)
-    with pytest.raises(script.Unavailable, match="no compiler: found none of no-such-compiler;"):
+    with pytest.raises(script.Unavailable, match="no compiler: found no no-such-compiler, which"):
         script.build(tmp_path, compiler="no-such-compiler")
     assert not library.exists()
 
 
-def test_without_a_name_it_looks_for_three_compilers(script, tmp_path, monkeypatch) -> None:
+def add_compiler(folder: Path, name: str, status: int) -> str:
+    """A program that takes C++20 for valid if the status is 0, and says its name."""
+    program = folder / name
+    program.write_text(f"#!/bin/sh\necho {name} $* >&2; exit {status}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_it_takes_the_first_compiler_of_cxx20_and_ziglang_if_there_is_none(
+    script, tmp_path, monkeypatch
+) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(script.Unavailable, match="found none of c\\+\\+, g\\+\\+, clang\\+\\+"):
-        script.build(tmp_path)
-    (tmp_path / "clang++").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "clang++").chmod(0o755)
-    with pytest.raises(RuntimeError, match=r"compiler failed: exit status 1\n.*clang"):
-        script.build(tmp_path)
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        script.Unavailable, match=r"found none of c\+\+, g\+\+, clang\+\+ that compiles C\+\+20; "
+    ):
+        script.find_compiler()
+    add_compiler(tmp_path, "c++", 1)  # one of before 2020
+    assert script.requirements() == [script.ZIG]
+    installed = SimpleNamespace(origin=str(tmp_path / "ziglang" / "__init__.py"))
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: installed)
+    zig = "zig.exe" if sys.platform == "win32" else "zig"
+    assert script.find_compiler() == [str(tmp_path / "ziglang" / zig), "c++"]
+    clang = add_compiler(tmp_path, "clang++", 0)
+    assert script.find_compiler() == [clang]
+    assert script.requirements() == []
     monkeypatch.setenv("CXX", "clang++ --quiet")  # a command may have arguments, as "ccache g++"
-    with pytest.raises(RuntimeError, match=r"clang\+\+ --quiet -std"):
-        script.build(tmp_path)
+    assert script.find_compiler() == [clang, "--quiet"]
 
 
-@pytest.mark.parametrize(
-    ("folder", "reason"),
-    [("/tmp/pip-build-env-1a2b3c/overlay/lib/python3.11/site-packages", "build isolation: .*--no-build-isolation"),
-     ("/home/someone/venv/lib/python3.11/site-packages", "no PyTorch: .*install PyTorch first")],
-)  # fmt: skip
-def test_without_pytorch_it_tells_isolation_from_absence(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reason: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.setattr(sys, "path", [folder])
-    with pytest.raises(script.Unavailable, match=reason):
-        script.build(tmp_path, compiler=sys.executable)
-
-
-def test_a_pytorch_without_headers_and_an_unknown_machine_are_named(script, tmp_path, monkeypatch) -> None:
-    installed = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
-    with monkeypatch.context() as patched:
-        patched.setattr(script.importlib.util, "find_spec", lambda name: installed)
-        with pytest.raises(script.Unavailable, match=r"no PyTorch headers: .*torch has none"):
-            script.build(tmp_path, compiler=sys.executable)
+def test_a_platform_without_kernels_is_named(script, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(script.platform, "machine", lambda: "riscv64")
-    with pytest.raises(script.Unavailable, match="riscv64"):
-        script.build(tmp_path, compiler=sys.executable)
+    assert script.requirements() == []
+    assert script.current(tmp_path) is None
+    with pytest.raises(
+        script.Unavailable, match=r"^\w+ riscv64: the kernels are for Linux x86_64, Linux aarch64, "
+    ):
+        script.build(tmp_path)
 
 
 def test_a_compiler_that_fails_is_an_error_with_its_words(script: ModuleType, tmp_path: Path) -> None:
@@ -97,5 +105,55 @@ def test_the_command_goes_on_without_a_compiler(build_script: ModuleType, tmp_pa
     command = [sys.executable, build_script.__file__, str(tmp_path), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0
-    said = "native CPU library: not built: no compiler: found none of no-such-compiler;"
+    said = "native CPU library: not built: no compiler: found no no-such-compiler,"
     assert done.stderr.startswith(said)
+
+
+LEVELS = {  # by the names in /proc/cpuinfo; Linux leaves out what it does not let a process use
+    "v4": {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"},
+    "v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
+    "baseline": set(),
+}
+
+
+def supported() -> list[str]:
+    """The instruction sets of this machine, by what Linux says."""
+    if platform.machine() != "x86_64":
+        return ["baseline"]
+    (flags, *_) = (x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("flags"))
+    return [name for name, level in LEVELS.items() if level <= set(flags.split())]
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
+
+
+@on_linux
+def test_the_library_reports_the_instruction_sets_of_the_machine(native) -> None:
+    assert [name for name in backend.instruction_sets() if name != "amx"] == supported()
+
+
+@pytest.mark.long
+@on_linux
+@pytest.mark.parametrize("compiler", ["g++", "clang++", "zig"])
+def test_every_compiler_makes_kernels_that_keep_the_bounds(
+    build_script, tmp_path: Path, compiler: str
+) -> None:
+    target = build_script.this_platform() if compiler == "zig" else None
+    if build_script.find_zig() is None if target else shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    shutil.copytree(
+        Path(linrope.__file__).parent,
+        tmp_path / "linrope",
+        ignore=shutil.ignore_patterns("lib", "__pycache__"),
+    )
+    how = {"target": target} if target else {"compiler": compiler}
+    build_script.build(tmp_path / "linrope" / "lib", **how)
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "linrope", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert json.loads(run("env", "--json"))["instruction_sets"] == backend.instruction_sets()
+    assert "native   cpu     float32" in run("check", "--seconds", "60")

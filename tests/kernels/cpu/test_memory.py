@@ -5,15 +5,13 @@ import sys
 
 import pytest
 
-from linrope.backends import native as backend
-
 WITHOUT_MEMORY = """
 import ctypes, resource, sys, torch
 torch.set_num_threads(int(sys.argv[1]))
-torch.ops.load_library(sys.argv[2])
+from linrope.backends import library
 tokens = [torch.ones(8, 40, 8, 256) for _ in range(3)]
 settings = (1, 0.0, *[None] * 13, 0, True, True, 1e-6, False, False, False)
-call = lambda x: torch.ops.linrope_native.forward(*x, *settings)
+call = lambda x: library.run("forward", *x, *settings)
 call([x[..., :8] for x in tokens])  # starts the threads
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
@@ -31,6 +29,6 @@ except MemoryError as error:
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_without_memory_for_scratch_a_call_raises_and_the_process_lives(native, threads):
-    command = [sys.executable, "-c", WITHOUT_MEMORY, str(threads), str(backend.LIBRARY)]
+    command = [sys.executable, "-c", WITHOUT_MEMORY, str(threads)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.stdout.startswith("MemoryError"), result.stderr[-2000:]

@@ -108,7 +108,7 @@ def run(native: Any, arguments: dict[str, Any]) -> Tensor:
     more = {f"has_{name}": x is not None for name, x in parts.items()} | {"heads": arguments["h"]}
     x = arguments.get("x", torch.cat([x for x in parts.values() if x is not None], 1))
     values = [(arguments | more)[name] for name in ORDER]
-    return native.mixer_step.default(x, *values, arguments.get("slots"))
+    return native.mixer_step(x, *values, arguments.get("slots"))
 
 
 def copied(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from linrope import Rotary, linear_rope_attention
+from linrope.backends import native as backend
 from tests.kernels.cpu.cases import CASES, Case, error_of, make, on_one_isa, random_like, with_threads
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -257,8 +258,8 @@ def test_errors_name_the_argument_what_came_and_what_was_expected(native):
         case.forward(native, slots=torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="g_out: got shape"):
         case.backward(native, torch.zeros(2, 70, 2, 11), None, None)
-    with pytest.raises(RuntimeError, match="isa: got z80, expected one of"):
-        native.set_isa("z80")
+    with pytest.raises(RuntimeError, match="name: got 'z80', expected one of"):
+        backend.use_instruction_set("z80")
 
 
 REFUSED = [

@@ -1,0 +1,126 @@
+"""The compiled kernels of kernels/cpu: loads them, and runs their operators.
+
+The library is built without PyTorch. It names the functions of PyTorch's stable C interface that it calls, and gets
+their addresses here, from the PyTorch that this process has loaded. Its operators raise nothing: one that fails returns
+None, and its error is raised here.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linrope.common.private_names import arguments_of
+
+_NAMES = {
+    "darwin": ("liblinrope_native.dylib", "libtorch_cpu.dylib"),
+    "win32": ("linrope_native.dll", "torch_cpu.dll"),
+}
+_LIBRARY, _PYTORCH = _NAMES.get(sys.platform, ("liblinrope_native.so", "libtorch_cpu.so"))
+LIBRARY = Path(__file__).parents[1] / "lib" / _LIBRARY
+WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
+_ERRORS = {"ValueError": ValueError, "MemoryError": MemoryError}
+
+
+def load(path: Path) -> ctypes.CDLL | str:
+    """Loads the library and defines its operators. Returns the reason if that fails."""
+    if not path.is_file():
+        return _why_absent(path)
+    try:
+        library = ctypes.CDLL(str(path))
+        if not hasattr(library, "linrope_start"):
+            return "the library was built from other sources: run `make native`"
+        for name in ("pytorch_functions", "start", "error", "instruction_set"):
+            getattr(library, f"linrope_{name}").restype = ctypes.c_char_p
+        failed = library.linrope_start(_addresses(library.linrope_pytorch_functions().decode().split()))
+    except OSError as error:
+        return f"the native library cannot be loaded: {error}"
+    return f"the native library cannot be loaded: {failed.decode()}" if failed else library
+
+
+def _why_absent(path: Path) -> str:
+    if WHY_PURE.is_file():
+        return f"a build without the compiled kernels ({WHY_PURE.read_text(encoding='utf-8').strip()})"
+    if (Path(__file__).parents[2] / "kernels" / "cpu" / "build.py").is_file():
+        return "not built in this tree: run `make native`"
+    return f"the native library is missing: {path}"
+
+
+def _addresses(names: list[str]) -> ctypes.Array[Any]:
+    """Where this process has these functions of PyTorch."""
+    file = Path(torch.__file__).parent / "lib" / _PYTORCH
+    pytorch = ctypes.CDLL(str(file) if file.exists() else _PYTORCH)
+    missing = [name for name in names if not hasattr(pytorch, name)]
+    if missing:
+        raise OSError(f"PyTorch {torch.__version__} has no {missing[0]}; expected PyTorch 2.11 or later")
+    return (ctypes.c_void_p * len(names))(
+        *(ctypes.cast(getattr(pytorch, name), ctypes.c_void_p) for name in names)
+    )
+
+
+_library = load(LIBRARY)
+WHY_NOT = _library if isinstance(_library, str) else None  # it cannot be loaded
+
+
+def run(operator: str, *arguments: Any, **named: Any) -> Any:
+    """The results of one of the library's operators.
+
+    Raises:
+        ValueError, RuntimeError, MemoryError: what the operator found wrong. It has written nothing then.
+    """
+    results = _operator(operator)(*arguments, **named)
+    if results is None or (type(results) is tuple and results[0] is None):
+        raise _error()
+    return results
+
+
+def run_by_name(operator: str, arguments: dict[str, Any]) -> Any:
+    """run(operator, **arguments), but passed by position: PyTorch takes 5 us to match keywords."""
+    return run(operator, *_in_order(operator)(arguments))
+
+
+@cache
+def _operator(name: str) -> Any:
+    return getattr(torch.ops.linrope_native, name).default
+
+
+@cache
+def argument_names(operator: str) -> list[str]:
+    """The names of an operator's arguments, in its schema's order."""
+    return arguments_of(_operator(operator))
+
+
+@cache
+def _in_order(operator: str) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """A function that puts a dict of the operator's arguments in the order of its schema."""
+    return itemgetter(*argument_names(operator))
+
+
+def _error() -> Exception:
+    """That of the operator that has just failed in this thread."""
+    assert not isinstance(_library, str)
+    kind, _, text = _library.linrope_error().decode().partition(": ")
+    return _ERRORS.get(kind, RuntimeError)(text)
+
+
+def _instruction_sets() -> list[str]:
+    if isinstance(_library, str):
+        return []
+    names: list[str] = []
+    while name := _library.linrope_instruction_set(ctypes.c_size_t(len(names))):
+        names.append(name.decode())
+    return names
+
+
+INSTRUCTION_SETS = _instruction_sets()  # that this machine can run, the best one first
+
+
+def use_instruction_set(name: str) -> None:
+    """Switches to one of INSTRUCTION_SETS."""
+    assert not isinstance(_library, str)
+    _library.linrope_use_instruction_set(ctypes.c_size_t(INSTRUCTION_SETS.index(name)))
