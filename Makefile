@@ -135,7 +135,8 @@ test-amx: $(VENV)/ready
 	-k "amx or (native and (bfloat16 or float16))"
 
 # The native library on ARM, compiled by a cross compiler, with an ARM Python and PyTorch in QEMU: tests/kernels/cpu/arm.py
-# makes them once. The tests left out compile with PyTorch or are slow there; the warning is PyTorch's own about bfloat16.
+# makes them once. The tests left out compile with PyTorch, are slow there, or limit memory, which QEMU does not do. The
+# warning is PyTorch's own about bfloat16.
 ARM := build/arm
 test-arm: $(VENV)/ready
 	$(BIN)/python tests/kernels/cpu/arm.py $(ARM)
@@ -144,7 +145,8 @@ test-arm: $(VENV)/ready
 	cd $(ARM)/tree && CXX=aarch64-linux-gnu-g++ ../python kernels/cpu/build.py && test -f linrope/lib/liblinrope_native.so && \
 	../python -m pytest -q tests/kernels/cpu tests/backends -k "cpu or native" \
 	-W "ignore:mkldnn_matmul failed:UserWarning" \
-	--deselect tests/backends/test_compile.py --deselect tests/backends/test_transforms.py
+	--deselect tests/backends/test_compile.py --deselect tests/backends/test_transforms.py \
+	--deselect tests/kernels/cpu/test_memory.py
 
 # The whole table of tiles, compiled and run by the emulator of tests/kernels/ptx, and a table of the errors.
 test-ptx: $(VENV)/ready

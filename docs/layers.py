@@ -10,8 +10,9 @@ from tests.test_layers import FLOORS
 ROOT = Path(__file__).parents[1]
 WORDS = {
     "cli": "commands, benchmark",
+    "first_use": "tries kernels",
     "integrations": "transformers, fla",
-    "models": "language model, training",
+    "models": "models, training",
     "versions": "show_versions",
     "decode": "generation, serving",
     "distributed": "several processes",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from linrope import backends
+from linrope.backends import library
 from linrope.backends.protocol import Backend
 
 
@@ -19,7 +20,8 @@ def versions() -> dict[str, Any]:
     Returns:
         linrope, torch, triton (None if not installed), python, platform: strings. backends: for each name
         whether it is available, a bool, and the reason why not, a string or None. instruction_sets: those of the
-        native backend, and instruction_set: the one in use ([] and None without that backend). threads: how many
+        native backend, and instruction_set: the one in use ([] and None without that backend). untested: a warning,
+        a string, where the native kernels have not passed all tests on machines like this one. threads: how many
         PyTorch uses for an operation. slow_launches: why Triton looks up the kernel of each launch, a string; None:
         linrope remembers it. gpus: names and compute capabilities.
 
@@ -32,9 +34,9 @@ def versions() -> dict[str, Any]:
 
     modules = {name: _backend(name) for name in backends.NAMES if name != "auto"}
     native, triton = modules["native"], modules["triton"]
-    sets, in_use = [], None
+    sets, in_use, untested = [], None, None
     if isinstance(native, ModuleType):
-        sets, in_use = native.instruction_sets(), native.instruction_set()
+        sets, in_use, untested = native.instruction_sets(), native.instruction_set(), library.UNTESTED
     return {
         "linrope": __version__,
         "torch": torch.__version__,
@@ -48,6 +50,7 @@ def versions() -> dict[str, Any]:
         },
         "instruction_sets": sets,
         "instruction_set": in_use,
+        "untested": untested,
         "threads": torch.get_num_threads(),
         "slow_launches": triton.why_slow_launches() if isinstance(triton, ModuleType) else None,
         "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
@@ -75,6 +78,8 @@ def show_versions(*, as_json: bool = False) -> None:
         _line(f"backend {name}", "yes" if found["available"] else f"no: {found['reason']}")
     if report["instruction_set"] is not None:
         _line("instruction set", f"{report['instruction_set']}, of {', '.join(report['instruction_sets'])}")
+    if report["untested"] is not None:
+        _line("untested", report["untested"])
     _line("threads", str(report["threads"]))
     if report["slow_launches"] is not None:
         _line("slow launches", report["slow_launches"])

@@ -19,7 +19,7 @@ KERNEL_FILES = sorted((ROOT.parent / "kernels").rglob("*.py"))
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"integrations", "models", "versions"},
+    {"first_use", "integrations", "models", "versions"},
     {"decode", "distributed", "position_encodings"},
     {"layer"},
     {"ops"},

@@ -6,6 +6,7 @@ None, and its error is raised here.
 """
 
 import ctypes
+import platform
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -24,6 +25,12 @@ _NAMES = {
 _LIBRARY, _PYTORCH = _NAMES.get(sys.platform, ("liblinrope_native.so", "libtorch_cpu.so"))
 LIBRARY = Path(__file__).parents[1] / "lib" / _LIBRARY
 WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
+# The machines whose wheels have not passed all tests there; docs/backends.md has the table
+UNTESTED = (
+    None
+    if (sys.platform, platform.machine()) == ("linux", "x86_64")
+    else f"the kernels for {platform.system()} on {platform.machine()} are new: run `linrope check`"
+)
 _ERRORS = {"ValueError": ValueError, "MemoryError": MemoryError}
 
 

@@ -4,6 +4,8 @@ Sums are float32, z is float64. For the backward pass the forward pass saves the
 with ``erase``, what each token wrote; the rest is recomputed from the inputs.
 """
 
+import warnings
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.autograd.graph import increment_version
 from linrope.backends import bridge, library
 from linrope.backends.protocol import COMMON
 from linrope.backends.value_columns import Divided, parts_of
+from linrope.common.private_names import watched
 from linrope.common.tracing import traced
 from linrope.recurrence.call import (
     TOKEN_INPUTS,
@@ -39,9 +42,33 @@ LAYOUTS = {"interleaved": 1, "half": 2}
 _in_use = next(iter(library.INSTRUCTION_SETS), None)
 
 
+_untried = library.UNTESTED is not None and library.WHY_NOT is None
+_difference: str | None = None
+
+
 def why_not() -> str | None:
     """The reason why the backend cannot run on this machine; None: it can."""
-    return library.WHY_NOT
+    if _untried and not watched():
+        _try()
+    return library.WHY_NOT or _difference
+
+
+def _try() -> None:
+    """Compares the kernels with plain PyTorch where they have not been tested; if they differ, warns and stays away."""
+    global _untried, _difference
+    _untried = False  # the comparison asks why_not, too
+    # By name, because it stands above all that it calls.
+    try:
+        found = import_module("linrope.first_use").difference()
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    if found is not None:
+        _difference = f"its kernels compute something else than PyTorch on this machine ({found})"
+        warnings.warn(
+            f"linrope goes on without its compiled kernels: {_difference}. Please report what `linrope check` says",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def instruction_sets() -> list[str]:
