@@ -173,6 +173,8 @@ def build(
         if system == "Linux":  # else what is inline in C++'s library, or all of it, is exported too
             Path(folder, "exports").write_text("{ global: linrope_*; local: *; };\n")
             link.append(f"-Wl,--version-script={folder}/exports")
+        if system == "Darwin":  # else it is named after this machine's folder
+            link.append(f"-Wl,-install_name,@rpath/{library.name}")
         run([*command, *flags, *link, "-o", fresh, *jobs], environment)
         part = library.with_suffix(".part")
         shutil.copyfile(fresh, part)

@@ -44,7 +44,7 @@ def load(path: Path) -> ctypes.CDLL | str:
             return "the library was built from other sources: run `make native`"
         for name in ("pytorch_functions", "start", "error", "instruction_set"):
             getattr(library, f"linrope_{name}").restype = ctypes.c_char_p
-        failed = library.linrope_start(_addresses(library.linrope_pytorch_functions().decode().split()))
+        failed = library.linrope_start(_addresses(_names_in(library)))
     except OSError as error:
         return f"the native library cannot be loaded: {error}"
     return f"the native library cannot be loaded: {failed.decode()}" if failed else library
@@ -56,6 +56,11 @@ def _why_absent(path: Path) -> str:
     if (Path(__file__).parents[2] / "kernels" / "cpu" / "build.py").is_file():
         return "not built in this tree: run `make native`"
     return f"the native library is missing: {path}"
+
+
+def _names_in(library: ctypes.CDLL) -> list[str]:
+    names: str = library.linrope_pytorch_functions().decode()
+    return names.split()
 
 
 def _addresses(names: list[str]) -> ctypes.Array[Any]:
@@ -72,6 +77,11 @@ def _addresses(names: list[str]) -> ctypes.Array[Any]:
 
 _library = load(LIBRARY)
 WHY_NOT = _library if isinstance(_library, str) else None  # it cannot be loaded
+
+
+def pytorch_functions() -> list[str]:
+    """The functions of PyTorch that the library calls."""
+    return [] if isinstance(_library, str) else _names_in(_library)
 
 
 def run(operator: str, *arguments: Any, **named: Any) -> Any:
