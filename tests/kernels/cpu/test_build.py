@@ -9,8 +9,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 import linrope
+from linrope.backends import library
 from linrope.backends import native as backend
 
 
@@ -157,3 +159,18 @@ def test_every_compiler_makes_kernels_that_keep_the_bounds(
 
     assert json.loads(run("env", "--json"))["instruction_sets"] == backend.instruction_sets()
     assert "native   cpu     float32" in run("check", "--seconds", "60")
+
+
+def test_a_library_that_cannot_be_loaded_is_named_with_the_reason(tmp_path: Path) -> None:
+    assert library.load(tmp_path / "absent.so") == "not built in this tree: run `make native`"
+    (tmp_path / "broken.so").write_text("no library")
+    assert str(library.load(tmp_path / "broken.so")).startswith("the native library cannot be loaded: ")
+    (other,) = Path(torch.__file__).parent.glob("lib/*torch_cpu.*")
+    assert library.load(other) == "the library was built from other sources: run `make native`"
+
+
+@pytest.mark.usefixtures("native")
+def test_an_old_pytorch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_names_in", lambda loaded: ["aoti_torch_get_dim", "torch_of_the_future"])
+    why = f"PyTorch {torch.__version__} has no torch_of_the_future; expected PyTorch 2.11 or later"
+    assert library.load(library.LIBRARY) == f"the native library cannot be loaded: {why}"
