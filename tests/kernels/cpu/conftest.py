@@ -24,6 +24,9 @@ def build_script():
     return module
 
 
+collect_ignore = ["wheels.py"]  # make wheels installs what it imports
+
+
 class Operators:
     """native.forward(..) runs the library's operator of this name."""
 
