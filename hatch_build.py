@@ -55,10 +55,8 @@ def is_out_of_reach(requirement: str) -> bool:
     package = re.split("[<>=!~]", requirement)[0]
     # pip hides itself from a build by $PYTHONPATH, which -I ignores.
     command = [sys.executable, "-I", "-m", "pip", "--retries=0", "index", "versions", package]
-    return (
-        "No matching distribution"
-        in subprocess.run(command, capture_output=True, text=True, check=False).stderr
-    )
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    return "No matching distribution" in said
 
 
 def build_library(root: Path, out_dir: Path) -> Path | str:
@@ -78,7 +76,7 @@ def build_library(root: Path, out_dir: Path) -> Path | str:
 
 
 def platform_tag(root: Path) -> str:
-    """Of a wheel with the library."""
+    """The platform tag in the name of a wheel that holds the library."""
     if target := os.environ.get("LINROPE_TARGET"):
         tag: str = load_build_script(root).PLATFORMS[target][0]
         return tag

@@ -9,7 +9,7 @@ from linrope.decode import prepare
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.operation.plan import forget_plans
 
-_TOLERANCE = 1e-3  # of a tensor's largest number: rounding is a hundred times smaller
+_TOLERANCE = 1e-3  # relative to the largest number of a tensor. Rounding errors are a hundred times smaller
 LAYERS: dict[str, dict[str, Any]] = {  # together they call every kernel
     "the default block": {},
     "the delta rule": {"erase_gate": "tied", "feature_map": "unit", "normalize": False},
@@ -33,13 +33,13 @@ def difference() -> str | None:
         for part, x in expected.items():
             error, largest = float((found[part] - x).abs().max()), float(x.abs().max())
             if not error <= _TOLERANCE * largest + 1e-6:
-                forget_plans()  # of the calls above, which chose these kernels
+                forget_plans()  # the calls above have stored the choice of these kernels
                 return f"{name}: {part} is off by {error:.2g}, and its numbers are up to {largest:.2g}"
     return None
 
 
 def _results(dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
-    """What a layer computes of 40 tokens, the gradients, and a token after these, also by a prepared step."""
+    """The results of a small layer: out, state and gradients for 40 tokens, then one decoding step, also prepared."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.device("cpu"),

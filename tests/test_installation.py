@@ -118,7 +118,7 @@ def test_the_readmes_lines_end_with_the_kernels(tree: Path, tmp_path: Path, comp
     assert f"Created wheel for linrope: filename=linrope-{version()}-py3-none-linux" in said
     assert "backend native    yes\n" in said
 
-    said = run(f"{wheel}\nlinrope env", tree, **environment)  # of the library that lies in the tree now
+    said = run(f"{wheel}\nlinrope env", tree, **environment)  # the tree has the library already
     assert f"\nSuccessfully installed linrope-{version()}\n" in said
     assert "backend native    yes\n" in said
 

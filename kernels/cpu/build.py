@@ -71,7 +71,7 @@ def digest() -> str:
 
 
 def this_platform() -> str:
-    """As in PLATFORMS, for example "Linux x86_64"."""
+    """This machine's system and processor, in the words of PLATFORMS, for example "Linux x86_64"."""
     machine = platform.machine().lower()
     return f"{platform.system()} {OTHER_NAMES.get(machine, machine)}"
 
@@ -142,7 +142,7 @@ def build(
     """
     cross, target = target is not None, target or this_platform()
     if target not in PLATFORMS:
-        raise Unavailable(f"{target.lower()}: the kernels are for {', '.join(PLATFORMS)}")
+        raise Unavailable(f"{target}: the kernels are for {', '.join(PLATFORMS)}")
     library = out_dir / library_name(target)
     library.unlink(missing_ok=True)  # if the build fails, no outdated library stays behind
     command = find_zig() if cross else find_compiler(compiler)

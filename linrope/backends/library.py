@@ -25,7 +25,7 @@ _NAMES = {
 _LIBRARY, _PYTORCH = _NAMES.get(sys.platform, ("liblinrope_native.so", "libtorch_cpu.so"))
 LIBRARY = Path(__file__).parents[1] / "lib" / _LIBRARY
 WHY_PURE = LIBRARY.with_name("why_pure.txt")  # hatch_build.py puts it into wheels without the library
-# The machines whose wheels have not passed all tests there; docs/backends.md has the table
+# A warning on machines where the kernels have not passed all tests; docs/backends.md has the table of wheels
 UNTESTED = (
     None
     if (sys.platform, platform.machine()) == ("linux", "x86_64")
@@ -119,7 +119,7 @@ def _in_order(operator: str) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
 
 
 def _error() -> Exception:
-    """That of the operator that has just failed in this thread."""
+    """The exception for the operator that has just failed in this thread."""
     assert not isinstance(_library, str)
     kind, _, text = _library.linrope_error().decode().partition(": ")
     return _ERRORS.get(kind, RuntimeError)(text)

@@ -1,27 +1,21 @@
 """The native library, of the sources as they are; without one its tests are skipped."""
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from linrope.backends import library
 from linrope.backends import native as backend
+from tests.kernels.cpu.other_machines import build
 from tests.support.contract import instruction_set
-
-SCRIPT = Path(__file__).parents[3] / "kernels" / "cpu" / "build.py"
 
 
 @pytest.fixture(scope="session")
 def build_script():
     """kernels/cpu/build.py, which is part of no package."""
-    spec = importlib.util.spec_from_file_location("linrope_native_build", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return build
 
 
 collect_ignore = ["wheels.py"]  # make wheels installs what it imports

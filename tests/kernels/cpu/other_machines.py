@@ -67,7 +67,7 @@ def _parsed(text: str) -> Results:
 
 
 def pytorch_functions() -> list[str]:
-    """Those of PyTorch that a library looks for."""
+    """The names of the PyTorch functions that a library looks for."""
     return re.findall(
         r"^  FUNCTION\((\w+),", (SOURCE / "pytorch.h").read_text(encoding="utf-8"), re.MULTILINE
     )

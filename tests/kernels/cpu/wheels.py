@@ -69,7 +69,7 @@ def tested(target: str, out_dir: Path) -> tuple[str, int, str]:
 
 
 def check_symbols(library: Path) -> str:
-    """What the library imports from where, in words."""
+    """Checks what the library imports and exports. Returns what it needs from the system, in words."""
     parsed: Any = lief.parse(str(library))
     found = {str(getattr(x, "name", x)) for x in parsed.libraries}
     if unknown := {x for x in found if not ALLOWED.fullmatch(x)}:
@@ -82,14 +82,13 @@ def check_symbols(library: Path) -> str:
             raise SystemExit(f"{library}: exports {', '.join(others[:9])}")
     if not isinstance(parsed, lief.ELF.Binary):
         return f"{len(found)} libraries of the system"
-    versions = {tuple(map(int, x.split("."))) for x in re.findall(r"GLIBC_([\d.]+)\0", text_of(library))}
+    versions = {
+        tuple(map(int, x.split(".")))
+        for x in re.findall(r"GLIBC_([\d.]+)\0", library.read_bytes().decode("latin-1"))
+    }
     if max(versions) > GLIBC:
         raise SystemExit(f"{library}: needs glibc {max(versions)}")
     return f"glibc {'.'.join(map(str, max(versions)))}"
-
-
-def text_of(library: Path) -> str:
-    return library.read_bytes().decode("latin-1")
 
 
 def check_pytorch(tag: str, folder: Path) -> str:
