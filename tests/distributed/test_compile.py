@@ -32,8 +32,8 @@ def layer() -> None:
         x = shard.take(data).clone().requires_grad_()
         y, state = called(x, shard=shard, return_state=True)
         one.zero_grad()
-        (y.square().sum() + state.kv.sum()).backward()
-        return [y, state.kv, state.z, x.grad, *gradients(one)]
+        (y.square().sum() + state.sums.kv.sum()).backward()
+        return [y, state.sums.kv, state.sums.z, x.grad, *gradients(one)]
 
     _compare(one, run)
     with pytest.raises(Unsupported):

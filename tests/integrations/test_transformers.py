@@ -45,11 +45,11 @@ def train_once(net: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return result.logits.detach(), grads
 
 
-def assert_trains_alike(family: str, net: nn.Module, ids: Tensor) -> None:
+def assert_trains_alike(family: str, net: nn.Module, ids: Tensor, bound: float = 1e-4) -> None:
     (got, got_gradients), (logits, gradients) = both(family, lambda: train_once(net, ids))
     assert relative(got, logits) < 2e-5
     for name, x in gradients.items():
-        assert relative(got_gradients[name], x) < 1e-4 or not (x.any() or got_gradients[name].any()), name
+        assert relative(got_gradients[name], x) < bound or not (x.any() or got_gradients[name].any()), name
     assert_as_exact(got_gradients, gradients, exactly(family, net, lambda wide: train_once(wide, ids))[1])
 
 
@@ -76,7 +76,8 @@ def test_logits_and_gradients_at_a_realistic_width(family: str, decays: str) -> 
                 x.copy_(torch.linspace(1, 16, len(x)).log())
             elif name.endswith("dt_bias"):
                 x.copy_(torch.logspace(-3, -1, len(x)).expm1().log())
-    assert_trains_alike(family, benchmark.model, benchmark.tokens(1, 300))
+    # transformers' gradients of A_log are up to 1.7e-4 from float64, linrope's 1.1e-5 (measured in three families).
+    assert_trains_alike(family, benchmark.model, benchmark.tokens(1, 300), bound=3e-4)
 
 
 @every_family_with_a_cache

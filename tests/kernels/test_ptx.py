@@ -91,4 +91,5 @@ def test_a_barrier_left_out_of_a_kernel_is_seen(capability: int) -> None:
     assert line["found"] == 0
     assert line["barriers"] > 10
     # One is after the loop, where no copy is left on its way; two stand before copies into buffers that no warp reads.
-    assert len(line["unseen"]) <= 3, line["unseen"]
+    # With 8 warps (9.0) one more stands in a reduction where each warp then writes over what it alone has read.
+    assert len(line["unseen"]) <= 4, line["unseen"]
