@@ -201,11 +201,14 @@ def replaced(model: nn.Module) -> tuple[str, ...]:
 
 
 def families_of(model: nn.Module) -> list[str]:
-    """The families of a model's layers, which config.model_type does not always name: Qwen3.5's is qwen3_5_text."""
+    """The families of a model's layers, which config.model_type does not always name: Qwen3.5's is qwen3_5_text.
+
+    A part without a config does not count: in transformers 5.17 Nemotron-H has Zamba2's norm.
+    """
     folders = {
         type(x).__module__.split(".")[2]
         for x in model.modules()
-        if type(x).__module__.startswith("transformers.models.")
+        if type(x).__module__.startswith("transformers.models.") and hasattr(x, "config")
     }
     return sorted(folders.intersection(FAMILIES))
 
