@@ -130,7 +130,8 @@ def test_an_editable_install_builds_a_library_into_the_tree_for_later_builds(pro
 
 def test_the_source_archive_holds_what_builds_the_library_and_the_tools_and_no_library(project: Path) -> None:
     hatch(project, BUILDS, "build_editable")
-    for ignored in (".cache", ".venv", "build", "runs", "site"):  # hatchling follows links, and reads no folder twice
+    # hatchling follows links, and reads no folder twice.
+    for ignored in (".cache", ".venv", "build", "runs", "site"):
         (project / ignored).mkdir()
         (project / ignored / "link").symlink_to(project / "linrope")
     archive, _ = hatch(project, BUILDS, "build_sdist")
