@@ -143,7 +143,7 @@ def empty_environment_with_pytorch(folder: Path) -> dict[str, str]:
     constraints = folder / "constraints.txt"
     constraints.write_text(re.sub("(?m)^torch==.*", f"torch=={distribution.version}", pinned))
     path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    zig = str(ROOT / "build" / "zig")  # what Zig has compiled of its C++ library is kept: minutes
+    zig = str(ROOT / "build" / "zig")  # keeps Zig's C++ library, which takes minutes to compile
     caches = {"ZIG_GLOBAL_CACHE_DIR": zig, "ZIG_LOCAL_CACHE_DIR": zig}
     return {"PATH": path, "PIP_CONSTRAINT": str(constraints)} | caches
 

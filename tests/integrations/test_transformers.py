@@ -45,10 +45,11 @@ def train_once(net: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return result.logits.detach(), grads
 
 
-def assert_trains_alike(family: str, net: nn.Module, ids: Tensor, bound: float = 1e-4) -> None:
+def assert_trains_alike(family: str, net: nn.Module, ids: Tensor, of_decays: float = 1e-4) -> None:
     (got, got_gradients), (logits, gradients) = both(family, lambda: train_once(net, ids))
     assert relative(got, logits) < 2e-5
     for name, x in gradients.items():
+        bound = of_decays if name.endswith(("A_log", "dt_bias")) else 1e-4
         assert relative(got_gradients[name], x) < bound or not (x.any() or got_gradients[name].any()), name
     assert_as_exact(got_gradients, gradients, exactly(family, net, lambda wide: train_once(wide, ids))[1])
 
@@ -76,8 +77,9 @@ def test_logits_and_gradients_at_a_realistic_width(family: str, decays: str) -> 
                 x.copy_(torch.linspace(1, 16, len(x)).log())
             elif name.endswith("dt_bias"):
                 x.copy_(torch.logspace(-3, -1, len(x)).expm1().log())
-    # transformers' gradients of A_log are up to 1.7e-4 from float64, linrope's 1.1e-5 (measured in three families).
-    assert_trains_alike(family, benchmark.model, benchmark.tokens(1, 300), bound=3e-4)
+    # As made, transformers' own gradients of A_log are up to 1.7e-4 from float64, linrope's 1.1e-5 (in four families).
+    of_decays = 3e-4 if decays == "as made" else 1e-4
+    assert_trains_alike(family, benchmark.model, benchmark.tokens(1, 300), of_decays)
 
 
 @every_family_with_a_cache

@@ -150,7 +150,10 @@ def test_the_gated_norm_compiles_and_does_not_spill(forms: str, capability: int)
     ("forms", "capability", "most"),
     [
         ("gates", 90, 0),
-        *(pytest.param("many gates", x, 1420, marks=pytest.mark.long) for x in (89, *CAPABILITIES)),
+        *(
+            pytest.param("many gates", x, 1420 if x == 120 else 1400, marks=pytest.mark.long)
+            for x in (89, *CAPABILITIES)
+        ),
     ],
 )
 def test_the_gates_compile_fit_and_spill_no_more_than_known(forms: str, capability: int, most: int) -> None:

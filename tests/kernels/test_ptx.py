@@ -84,12 +84,13 @@ def test_the_compiled_operators_keep_the_contract_without_races(capability: int,
 
 
 @pytest.mark.parametrize(
-    "capability", [pytest.param(80, marks=pytest.mark.ptx), pytest.param(90, marks=pytest.mark.long)]
+    ("capability", "needless"),
+    [pytest.param(80, 3, marks=pytest.mark.ptx), pytest.param(90, 4, marks=pytest.mark.long)],
 )
-def test_a_barrier_left_out_of_a_kernel_is_seen(capability: int) -> None:
+def test_a_barrier_left_out_of_a_kernel_is_seen(capability: int, needless: int) -> None:
     (line,) = run_compiled("-m", "tests.kernels.ptx.barriers", str(capability), "scan_fwd_kernel")
     assert line["found"] == 0
     assert line["barriers"] > 10
     # One is after the loop, where no copy is left on its way; two stand before copies into buffers that no warp reads.
-    # With 8 warps (9.0) one more stands in a reduction where each warp then writes over what it alone has read.
-    assert len(line["unseen"]) <= 4, line["unseen"]
+    # With 8 warps (9.0) one more stands in a reduction, before each warp writes over what it alone has read.
+    assert len(line["unseen"]) <= needless, line["unseen"]
