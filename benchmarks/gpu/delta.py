@@ -1,91 +1,117 @@
-"""The delta rule and a decay per feature, which have no GPU kernel yet: "eager" on the GPU, beside other libraries."""
+"""The delta rule and a decay per unit, as in Gated DeltaNet and Kimi Delta Attention: errors, times, decoding steps.
 
-from collections.abc import Iterator
+Keys have length 1 and queries length d^-0.5. What a token erases it writes.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.gpu.machine import MODES, Machine, Row, Shape, each, finite, whole
-from linrope import Rotary, linear_rope_attention
+from benchmarks.gpu.machine import Machine, Row, Shape, each, finite, whole
+from benchmarks.gpu.operation import extra_memory, measured, step_row
+from linrope.cli.bench.cases import AttentionCase
 from linrope.cli.bounds import FACTOR, SHARE
 
-RULES = ("erase", "erase with gates", "decay per feature", "erase, decay per feature")
-CHECKED = 600  # tokens
+GDN, KDA = "erase with gates", "erase, decay per unit"
+RULES = ("erase", GDN, "decay per unit", KDA)
+CHECKED = 200  # tokens
+SMALL = (1, 40, 1, 128)  # the same compiled kernels
 # How far bfloat16 may be from float64: 16 roundings of 2^-8
 HALF_TOLERANCE = 2.0**-4
 
 
-def inputs(rule: str, shape: Shape, device: str) -> dict[str, Tensor]:
-    """q, k, v, and what the rule takes, float64. Keys have length 1, as in Gated DeltaNet and KDA."""
-    b, n, h, d = shape
-    new: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
-    q, k, v = (torch.randn(b, n, h, d, **new, dtype=torch.float64) for _ in range(3))
-    found = {"q": F.normalize(q, dim=-1), "k": F.normalize(k, dim=-1), "v": v}
-    if "erase" in rule:
-        found["erase"] = found["write"] = torch.rand(b, n, h, **new, dtype=torch.float64)
-    units = [d // 2] if "feature" in rule else []
-    if "gates" in rule or units:
-        found["log_decay"] = F.logsigmoid(torch.randn(b, n, h, *units, **new, dtype=torch.float64) + 3)
-    return {name: x.requires_grad_() for name, x in found.items()}
+class DeltaCase(AttentionCase):
+    """Inputs of a rule, with random gates in float32."""
+
+    def __init__(
+        self, on: Machine, rule: str, shape: Shape, rotates: bool = True, dtype: torch.dtype | None = None
+    ) -> None:
+        b, n, h, d = shape
+        unit = {"name": "unit", "query_factor": d**-0.5}
+        super().__init__(n, b, h, d, on.device, dtype or on.dtype, feature_map=unit, backend="triton")
+        if not rotates:
+            self.options["rotary"] = None
+        generator, self.data = torch.Generator(on.device).manual_seed(0), dict[str, Tensor]()
+        units = [d // 2 if rotates else d] if "unit" in rule else []
+        if "gates" in rule or units:
+            gates = torch.randn(b, n, h, *units, generator=generator, device=on.device) + 3
+            self.data["log_decay"] = F.logsigmoid(gates).requires_grad_()
+        if "erase" in rule:
+            shares = torch.rand(b, n, h, generator=generator, device=on.device)
+            self.data["erase"] = self.data["write"] = shares.requires_grad_()
+        self.options |= self.data
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return *self.inputs, *(x for name, x in self.data.items() if name != "write")
+
+    def on_cpu(self, dtype: torch.dtype) -> "DeltaCase":
+        """The same numbers, all of them in this dtype."""
+        other, new = copy(self), {id(x): x.detach().to("cpu", dtype).requires_grad_() for x in self.leaves}
+        q, k, v = (new[id(x)] for x in self.inputs)
+        other.inputs, other.data = (q, k, v), {name: new[id(x)] for name, x in self.data.items()}
+        other.options, other.g_out = self.options | other.data, self.g_out.to("cpu", dtype)
+        return other
+
+    def results(self, attend: Callable[[], Tensor]) -> dict[str, Tensor]:
+        """out and the gradients, float64 on the CPU."""
+        out = attend()
+        found = out, *torch.autograd.grad(out, self.leaves, self.g_out.to(out.dtype))
+        finite(*found)
+        names = "out", "dq", "dk", "dv", *(f"d{name}" for name in self.data if name != "write")
+        return {name: x.detach().cpu().double() for name, x in zip(names, found)}
+
+    def exact(self, backend: str = "eager", dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+        """By "eager" in float64 on the CPU, which tests hold to the equation."""
+        there = self.on_cpu(dtype)
+        return there.results(partial(there.linrope, backend=backend))
 
 
-def rounded(x: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """q, k and v in the dtype, the rest in float32 unless the dtype is float64."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return {
-        name: x[name].detach().to(dtype if name in ("q", "k", "v") else wide).requires_grad_() for name in x
-    }
-
-
-def attend(x: dict[str, Tensor], backend: str = "eager") -> Tensor:
-    out: Tensor = linear_rope_attention(
-        **x, feature_map=None, normalize=False, rotary=Rotary(x["q"].shape[3]), backend=backend
-    )
-    return out
-
-
-def results(x: dict[str, Tensor], backend: str = "eager") -> dict[str, Tensor]:
-    out = attend(x, backend)
-    g_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-    return {"out": out.detach(), **dict(zip(x, torch.autograd.grad(out, [*x.values()], g_out)))}
+def half_errors(case: DeltaCase, attend: Callable[[], Tensor]) -> Row:
+    """The errors of out and of the gradients, relative to each. AssertionError: one is too large."""
+    found = case.results(attend)
+    return {name: whole(name, found[name], x, HALF_TOLERANCE) for name, x in case.exact().items()}
 
 
 def check(on: Machine, rule: str, shape: Shape) -> Row:
-    """The errors on the device: in float32 in units of the contract's bound, in half precision relative."""
-    exact_inputs = rounded(rounded(inputs(rule, shape, "cpu"), torch.float32), torch.float64)
-    exact = results(exact_inputs)  # by "eager" in float64 on the CPU, which tests hold to the equation
-    there = {name: x.detach().to(on.device) for name, x in exact_inputs.items()}
-    row: Row = {"errors": {}}
-    narrow = results(rounded(exact_inputs, torch.float32), "reference")
-    found = results(rounded(there, torch.float32))
-    finite(*found.values())
-    for name, x in exact.items():
-        error, other = (float((y[name].cpu().double() - x).abs().max()) for y in (found, narrow))
-        allowed = FACTOR * other + SHARE * float(x.abs().max())
-        row["errors"][f"{name}, of the bound"] = error / allowed
-        assert error <= allowed, f"{name} is off: {error / allowed:.3g} times the bound"
-    exact_inputs = rounded(rounded(exact_inputs, on.dtype), torch.float64)
-    exact = results(exact_inputs)
-    half = results(rounded({name: x.detach().to(on.device) for name, x in exact_inputs.items()}, on.dtype))
-    for name, x in exact.items():
-        row["errors"][f"{name}, half"] = whole(name, half[name].cpu(), x, HALF_TOLERANCE)
-    return row
+    """The errors of "triton" and "eager": in float32 in units of the contract's bound, in half precision relative."""
+    case, errors = DeltaCase(on, rule, shape, dtype=torch.float32), Row()
+    half, exact, narrow = DeltaCase(on, rule, shape), case.exact(), case.exact("reference", torch.float32)
+    for backend in ("triton", "eager"):
+        found = case.results(partial(case.linrope, backend=backend))
+        for name, x in exact.items():
+            error, other = (float((y[name] - x).abs().max()) for y in (found, narrow))
+            share = error / (FACTOR * other + SHARE * float(x.abs().max()))
+            errors[f"{backend}: {name}, of the bound"] = share
+            assert share <= 1, f"{backend}: {name} is off: {share:.3g} times the bound"
+        relative = half_errors(half, partial(half.linrope, backend=backend))
+        errors |= {f"{backend}: {name}, half": error for name, error in relative.items()}
+    return errors
+
+
+def times(on: Machine, case: DeltaCase, attend: Callable[[], Tensor]) -> Row:
+    row = measured(on, case, attend)
+    return row | ({"extra_memory": extra_memory(case, attend)} if on.on_gpu else {})
 
 
 def delta(on: Machine) -> Iterator[Row]:
     yield from each(RULES, partial(delta_row, on))
+    steps = [(rule, rotates) for rule in (GDN, KDA) for rotates in (True, False)]
+    yield from each(steps, lambda how: step_row(on, step_case(on, *how)))
 
 
 def delta_row(on: Machine, rule: str) -> Row:
-    row = check(on, rule, on.sizes((1, CHECKED, 2, 128), (1, 40, 1, 16)))
-    shape = on.sizes((8, 2048, 16, 128), (1, 40, 1, 16))
-    x = rounded(inputs(rule, shape, on.device), on.dtype)
-    g_out = torch.randn_like(x["v"])
-    runs = {
-        "forward": torch.no_grad()(partial(attend, x)),
-        "training": lambda: torch.autograd.grad(attend(x), [*x.values()], g_out),
-    }
-    return row | {"shape": shape} | {name: on.timed(runs[name]) for name in MODES}
+    errors = check(on, rule, on.sizes((1, CHECKED, 2, 128), SMALL))
+    shape = on.sizes((8, 2048, 16, 128), SMALL)
+    rotated, other = (DeltaCase(on, rule, shape, rotates) for rotates in (True, False))
+    functions = {"not rotated": times(on, other, other.linrope)}
+    return {"errors": errors, **times(on, rotated, rotated.linrope), "functions": functions}
+
+
+def step_case(on: Machine, rule: str, rotates: bool) -> DeltaCase:
+    """One token and 4,096 states."""
+    return DeltaCase(on, rule, on.sizes((256, 1, 16, 128), (1, 1, 2, 128)), rotates)

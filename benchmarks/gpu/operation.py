@@ -26,7 +26,7 @@ from benchmarks.gpu.machine import (
     finite,
     whole,
 )
-from linrope import LinearAttentionState, Rotary, linear_rope_attention
+from linrope import LinearAttentionState, linear_rope_attention
 from linrope.cli.bench.cases import AttentionCase
 
 SOFTMAX = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
@@ -200,23 +200,29 @@ def decode(on: Machine) -> Iterator[Row]:
     yield from each(on.sizes(full, [(1, 1, 2, 64), (1, 1, 2, 128)]), partial(decode_row, on))
 
 
-@torch.no_grad()
 def decode_row(on: Machine, shape: Shape) -> Row:
-    """A step of many layers, whose states together exceed the L2 cache, as in a model."""
-    d = shape[3]
-    token = torch.randn(3, *shape, device=on.device, dtype=on.dtype)
-    attend = partial(linear_rope_attention, rotary=Rotary(d), return_state=True)
-    step = partial(attend, *token, backend="triton")
+    return step_row(on, case_of(on, shape))
+
+
+@torch.no_grad()
+def step_row(on: Machine, case: AttentionCase) -> Row:
+    """A step of many layers, whose states together exceed the L2 cache, as in a model. case: of one token."""
+    wide: Row = {name: x.double() if isinstance(x, Tensor) else x for name, x in case.options.items()}
+    step = partial(linear_rope_attention, *case.inputs, **case.options, return_state=True)
     _, first = step()
-    kv, z = torch.randn_like(first.kv), 1000 + torch.rand_like(first.z)
+    kv, z = torch.randn_like(first.kv), first.z
+    if case.options["normalize"]:
+        z = 1000 + torch.rand_like(z)
     state = LinearAttentionState(kv, z, first.position + 1000, first.identity)
     layers = [state.clone() for _ in range(on.sizes(min(MOST_LAYERS, int(256e6 / kv.nbytes) + 1), 2))]
-    exact, end = attend(*token.double(), state=state.to(dtype=torch.float64), backend="reference")
+    wide |= {"backend": "reference", "return_state": True, "state": state.to(dtype=torch.float64)}
+    exact, end = linear_rope_attention(*(x.double() for x in case.inputs), **wide)
     out, after = step(state=layers[0].donate())
     assert after.kv is layers[0].kv, "the state is not updated in place"
     compare("out", out, exact, TOLERANCE[on.dtype])
     compare("kv", after.kv, end.kv, 1e-5)
-    compare("z", after.z, end.z, 1e-6)
+    if case.options["normalize"]:
+        compare("z", after.z, end.z, 1e-6)
 
     def run() -> list[Tensor]:
         return [step(state=layer.donate())[0] for layer in layers]
@@ -225,4 +231,10 @@ def decode_row(on: Machine, shape: Shape) -> Row:
     replay = on.captured(run)
     exact, _ = step(state=layers[-1].clone().donate())
     assert torch.equal(replay()[-1], exact), "the CUDA graph gives another output"
-    return row | {"graph": on.timed(replay)}
+    row["graph"] = on.timed(replay)
+    return row | {"share of a copy": share_of_copy(on, row["graph"], len(layers) * kv.nbytes)}
+
+
+def share_of_copy(on: Machine, times: Row, size: int) -> float:
+    """How near a call that reads and writes states of that many bytes comes to the rate of a copy."""
+    return float(2e3 * size / times["median_ms"] / on.copy_rate()["rate"])

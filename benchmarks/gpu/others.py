@@ -18,14 +18,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.gpu.delta import inputs, rounded
-from benchmarks.gpu.machine import MODES, TOLERANCE, Machine, Row, Shape, compare, each
-from benchmarks.gpu.operation import case_of, measured
+from benchmarks.gpu.delta import (
+    CHECKED,
+    GDN,
+    HALF_TOLERANCE,
+    KDA,
+    SMALL,
+    DeltaCase,
+    half_errors,
+    step_case,
+    times,
+)
+from benchmarks.gpu.machine import TOLERANCE, Machine, Row, Shape, compare, each, whole
+from benchmarks.gpu.operation import case_of, measured, share_of_copy, step_row
 from linrope import Rotary, linear_rope_attention
 from linrope.cli.bench.cases import AttentionCase
+from linrope.operation.from_sums import state_from_sums
 
 Function = Callable[[], Tensor]
 EXACT: dict[str, Any] = {"feature_map": None, "normalize": False, "backend": "eager"}
+FLA = {
+    GDN: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    KDA: ("fla.ops.kda", "chunk_kda", "fused_recurrent_kda"),
+}
 
 
 def attempt(row: Row, name: str, measure: Callable[[], None]) -> None:
@@ -123,47 +138,56 @@ def gated_row(on: Machine, shape: Shape) -> Row:
 
 
 def fla_delta(on: Machine) -> Iterator[Row]:
-    cases = [(rule, n) for n in on.sizes(((8, 2048), (1, 16_384)), ((1, 40),)) for rule in ("gdn", "kda")]
+    cases = [(rule, n) for n in on.sizes(((8, 2048), (1, 16_384)), ((1, 40),)) for rule in FLA]
     yield from each(cases, partial(fla_delta_row, on))
+    yield from each(FLA, partial(fla_step_row, on))
 
 
-def fla_delta_row(on: Machine, case: tuple[str, tuple[int, int]]) -> Row:
-    """Time of fla's function with 16 heads of 128, and of "eager" in linrope, with keys of length 1."""
-    (rule, size), row = case, Row(functions={}, not_run={})
-    shape: Shape = (*size, *on.sizes((16, 128), (1, 16)))
-    x = rounded(inputs("erase with gates", shape, on.device), on.dtype)
-    if rule == "kda":  # a number for each feature
-        x["log_decay"] = x["log_decay"].detach()[..., None].repeat(1, 1, 1, shape[3]).requires_grad_()
-    x["write"] = x["erase"]
-    leaves = [x[name] for name in ("q", "k", "v", "log_decay", "erase")]
-    g_out = torch.randn_like(x["v"])
+def by_fla(rule: str, which: int, case: DeltaCase, **state: Any) -> Tensor:
+    """out by fla's function; which: 1 for that of sequences, 2 for that of steps. It scales queries by d^-0.5."""
+    function = getattr(import_module(FLA[rule][0]), FLA[rule][which])
+    gates = {"g": case.data["log_decay"], "beta": case.data["erase"]}
+    out: Tensor = function(*case.inputs, **gates, use_qk_l2norm_in_kernel=True, **state)[0]
+    return out
 
-    def theirs() -> Tensor:
-        names = {
-            "gdn": ("gated_delta_rule", "chunk_gated_delta_rule"),
-            "kda": ("kda", "chunk_kda"),
-        }
-        module, name = names[rule]
-        q, k, v, g, beta = leaves
-        out: Tensor = getattr(import_module(f"fla.ops.{module}"), name)(q, k, v, g, beta, scale=1.0)[0]
-        return out
 
-    def ours() -> Tensor:
-        out: Tensor = linear_rope_attention(**x, **EXACT)
-        return out
+def fla_delta_row(on: Machine, how: tuple[str, tuple[int, int]]) -> Row:
+    """Times of linrope, with and without rotation, and of fla with 16 heads of 128; first the errors of 2 heads."""
+    (rule, size), row, outs = how, Row(errors={}, functions={}, not_run={}), []
 
-    def measure(name: str, attend: Callable[[], Tensor], times: Callable[..., Row]) -> None:
-        with torch.no_grad():
-            last = (slice(-1, None), slice(None), slice(-1, None))
-            wide = {key: y.detach()[last].double() for key, y in x.items()}
-            exact: Tensor = linear_rope_attention(**wide, **EXACT)
-            row[f"{name}, error"] = compare(name, attend()[last], exact, 8 * TOLERANCE[on.dtype])
-        runs = {
-            "forward": torch.no_grad()(attend),
-            "training": lambda: torch.autograd.grad(attend(), leaves, g_out),
-        }
-        row["functions"][name] = {key: y for mode in MODES for key, y in times(mode, runs[mode]).items()}
+    def measure(name: str, attend: Callable[[DeltaCase], Tensor], rotates: bool = False) -> None:
+        shapes = on.sizes(((1, CHECKED, 2, 128), (*size, 16, 128)), (SMALL, SMALL))
+        short, case = (DeltaCase(on, rule, shape, rotates) for shape in shapes)
+        errors = half_errors(short, partial(attend, short))
+        row["errors"] |= {f"{name}: {key}": error for key, error in errors.items()}
+        run = partial(attend, case)
+        if not rotates:
+            outs.append(case.forward(run))
+            row["errors"][f"{name}: beside linrope"] = whole(name, outs[-1], outs[0], 2 * HALF_TOLERANCE)
+        row["functions"][name] = times(on, case, run)
 
-    measure("eager", ours, lambda mode, run: {mode: on.timed(run)})
-    attempt(row, "fla", partial(measure, "fla", theirs, on.both_times))
+    measure("linrope", DeltaCase.linrope)
+    measure("linrope, rotated", DeltaCase.linrope, rotates=True)
+    attempt(row, "fla", partial(measure, "fla", partial(by_fla, rule, 1)))
+    return row
+
+
+@torch.no_grad()
+def fla_step_row(on: Machine, rule: str) -> Row:
+    """A step from 4,096 states by both. fla's writes the next state elsewhere."""
+    case, row = step_case(on, rule, rotates=False), Row(not_run={})
+    row["functions"] = {"linrope": step_row(on, case)}
+
+    def measure() -> None:
+        (b, _, h, d), wide = case.inputs[2].shape, case.on_cpu(torch.float64)
+        kv = torch.randn(b, h, d, d, device=on.device)
+        state = state_from_sums(kv.cpu().double(), feature_map=case.options["feature_map"])
+        run = partial(by_fla, rule, 2, case, initial_state=kv, output_final_state=True)
+        row["error"] = compare(
+            "its step", run().cpu(), wide.linrope(state=state, backend="eager"), HALF_TOLERANCE
+        )
+        graph = on.timed(on.captured(run))
+        row["functions"]["fla"] = {"graph": graph, "share of a copy": share_of_copy(on, graph, kv.nbytes)}
+
+    attempt(row, "fla", measure)
     return row

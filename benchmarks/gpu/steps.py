@@ -48,7 +48,7 @@ STEPS = {
     "generate": Step(
         models.generate, "greedy decoding by linrope and by transformers, also in a graph", 25, 60
     ),
-    "delta": Step(delta.delta, "the delta rule and a decay per feature by 'eager'", 25, 60),
+    "delta": Step(delta.delta, "the delta rule and a decay per unit: errors, times, decoding", 40, 90),
     "train": Step(commands.train, "linrope train, stopped and resumed", 30, 70),
     "check": Step(commands.check, "linrope check", 40, 75),
     "compiled": Step(models.compiled, "torch.compile of a layer and of a model", 90, 150),
@@ -60,9 +60,11 @@ STEPS = {
     "softmax": Step(operation.softmax, "the operation beside softmax attention", 40, 80),
     "decode": Step(operation.decode, "decoding steps beside a copy", 15, 40),
     "fla": Step(others.fla, "equation 19 by flash-linear-attention", 30, 60, ahead=False),
-    "fla-delta": Step(others.fla_delta, "the delta rules of flash-linear-attention", 60, 100, ahead=False),
+    "fla-delta": Step(
+        others.fla_delta, "the delta rules beside flash-linear-attention's", 60, 110, ahead=False
+    ),
     "others": Step(
         others.others, "forget gates by flash-linear-attention and by mamba-ssm", 40, 80, ahead=False
     ),
-    "tiles": Step(tiles.tiles, "kernels with other tiles than those of the table", 150, 240, ahead=False),
+    "tiles": Step(tiles.tiles, "kernels with other tiles than those of the table", 270, 420, ahead=False),
 }

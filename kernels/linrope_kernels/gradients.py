@@ -30,13 +30,16 @@ from linrope_kernels.transition import Queries, segment_states
 
 
 class Gradients(NamedTuple):
+    """Those of a call. A last axis of blocks is still to be summed."""
+
     q: Tensor | None
     k: Tensor
     v: Tensor
     start: State | None  # gradient of the first state, if there was one
-    log_decay: Tensor | None  # (b, m, g)
-    write: Tensor | None  # (b, m, g) or, still to be summed, (b, m, g, blocks), float32
-    angles: Tensor | None  # (b, m, g, P), float64: each token's <J phi, R^T dphi^> + <J psi, R^T dpsi^>
+    log_decay: Tensor | None  # (b, m, g), (b, m, g, blocks) or (b, m, g, units)
+    write: Tensor | None  # (b, m, g) or (b, m, g, blocks), float32
+    erase: Tensor | None  # (b, m, g, blocks), float32
+    angles: Tensor | None  # (b, m, g, P): each token's <J phi, R^T dphi^> + <J psi, R^T dpsi^>
 
 
 def new_terms(call: Any, x: Tensor, kernel: str, segments: Segments, writes: str = "") -> Terms:
@@ -134,7 +137,7 @@ def _key_gradients(
     d_angles = None if terms_k.angles is None else _per_key_head(terms_k.angles, g)
     if d_angles is not None and terms_q.angles is not None:
         d_angles = d_angles + _per_key_head(terms_q.angles, g)
-    return Gradients(None, dk, dv, d_start if start is not None else None, d_log, d_write, d_angles)
+    return Gradients(None, dk, dv, d_start if start is not None else None, d_log, d_write, None, d_angles)
 
 
 def _saved_tables(call: Any, phases: Phases | None, saved: list[Tensor]) -> tuple[Tables, list[Tensor]]:

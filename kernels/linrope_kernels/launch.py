@@ -97,6 +97,34 @@ def launch(call: Any, kernel: Any, name: str, copies: int, *args: Any, **constan
     )  # fmt: skip
 
 
+def delta_precision(call: Any) -> str:
+    """The precision of the delta rule's products: the lower one of those of k and v."""
+    found = tiles.precision(call.k), tiles.precision(call.v)
+    return next(x for x in ("bf16", "tf32", "ieee") if x in found)
+
+
+def features_dtype(call: Any) -> torch.dtype:
+    """The dtype of features and values that the delta rule's kernels store: that of the products' operands."""
+    return torch.bfloat16 if delta_precision(call) == "bf16" else torch.float32
+
+
+def delta_tile(call: Any, name: str) -> tiles.Tile:
+    f, e = int(call.k.shape[3]), int(call.v.shape[3])
+    name += " by unit" if name in ("chunk_scores", "delta_dqk") and call.decays_by_unit else ""
+    return tiles.tile(name, f, e, delta_precision(call), _device(call.k).capability, False)
+
+
+def launch_delta(call: Any, kernel: Any, name: str, copies: int, *args: Any) -> None:
+    """Starts ``copies`` programs of one of the delta rule's kernels for each block of the output."""
+    f, e, tile = call.k.shape[3], call.v.shape[3], delta_tile(call, name)
+    start_kernel(
+        kernel, copies * tiles.delta_blocks(name, f, e, tile), *args, F=f, E=e, P=call.pairs,
+        INTERLEAVED=not call.pairs or call.layout == "interleaved", UNITS=call.decays_by_unit,
+        DOT=delta_precision(call), C=tile.chunk, W=tile.pairs, BE=tile.values, STAGES=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
 def most_segments(call: Any) -> int:
     tile, (b, _, h, _) = tile_of(call, "scan_fwd"), (call.k if call.q is None else call.q).shape
     return tiles.most_segments(

@@ -41,6 +41,12 @@ def feature_map(x, MAP: tl.constexpr):
         return x
 
 
+@triton.jit
+def inverse_length(x):
+    """1 / sqrt(|x|^2 + 1e-6) of each row (C, 1), as the map "unit" takes it."""
+    return (1 / tl.sqrt(sum_of_products(x, x, 1) + 1e-6))[:, None]
+
+
 @triton.constexpr_function
 def is_raw(MAP: str, P: int) -> bool:
     """True if features are what memory holds: a product of them needs ``through_registers``, or a mask instead."""
@@ -98,6 +104,27 @@ def dot(a, b, acc, DOT: tl.constexpr):
         return tl.dot(a, b, acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc, input_precision="tf32")
+
+
+@triton.jit
+def precise_dot(a, b, acc, DOT: tl.constexpr):
+    """acc + a b for float32 tiles, whose digits bfloat16 would not keep: in tf32 then."""
+    PRECISION: tl.constexpr = "ieee" if DOT == "ieee" else "tf32"
+    return dot(operand(a, PRECISION), operand(b, PRECISION), acc, PRECISION)
+
+
+@triton.jit
+def add_rows_where(which, terms, acc, DOT: tl.constexpr):
+    """acc + which @ terms: the sums of those rows of terms (C, N) that each row of the mask (C, C) names.
+
+    In bfloat16 in two parts, with 16 digits in all: half of the registers of a product in tf32.
+    """
+    if DOT == "bf16":
+        high, ones = terms.to(tl.bfloat16), tl.where(which, 1.0, 0.0).to(tl.bfloat16)
+        low = (terms - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(ones, low, tl.dot(ones, high, acc))
+    else:
+        return precise_dot(tl.where(which, 1.0, 0.0), terms, acc, DOT)
 
 
 @triton.jit

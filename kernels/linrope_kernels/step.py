@@ -25,7 +25,8 @@ from linrope_kernels.memory import (
     store_z,
     strides_of,
 )
-from linrope_kernels.pieces import divisor, feature_map, rotate, sum_of_products
+from linrope_kernels.pieces import divisor, feature_map, inverse_length, rotate, sum_of_products
+from linrope_kernels.unit_decay import unit_columns
 
 
 @triton.jit
@@ -49,7 +50,8 @@ def step_fwd_kernel(
     theta,  # (axes, 1 or g, P) int64, 2^-64 turns per position, and its number of heads; None: phases
     positions, key_positions,  # (1 or b, 1) int64, with axes (1 or b, 1, axes), and the stride of its rows
     phases, key_phases,  # Rows (b or 1, 1, g or 1, P) int64, in 2^-64 turns
-    log, write,  # Rows (b or 1, 1, g or 1): log decay, float32 or float64, and the factors of the values
+    log,  # Rows (b or 1, 1, g or 1, 1 or units): log decay, float32 or float64
+    write, erase,  # Rows (b or 1, 1, g or 1): the factors of the values, and b of the delta rule
     SLOTS,  # (b,) int64: each sequence's row in a pool of states; None: sequence i has row i
     start,  # (rows g, f, e) float32, (rows g, f) float64; None: 0
     end,  # the new state; may be start if parts == 1; None: not wanted
@@ -57,9 +59,13 @@ def step_fwd_kernel(
     g, group, parts, eps,
     F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, AXES: tl.constexpr,
     MAP: tl.constexpr, INTERLEAVED: tl.constexpr, ADD: tl.constexpr, NORMALIZE: tl.constexpr,
-    W: tl.constexpr, BE: tl.constexpr,
+    UNITS: tl.constexpr, LENGTH: tl.constexpr, W: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """S = e^a S + w R psi v^T, z = e^a z + psi; out = (R phi)^T S / phi . z; ``parts`` programs per (b g)."""
+    """S = e^a S + R psi (w v)^T, z = e^a z + psi; out = (R phi)^T S / phi . z; ``parts`` programs per (b g).
+
+    With erase w v - b (e^a S)^T R psi takes the place of w v, and z is 0. LENGTH: the queries' length under the
+    map "unit", whose keys have length 1; 0: another map.
+    """
     PAIRS: tl.constexpr = Pairs(F, P, INTERLEAVED, W)
     part = tl.program_id(0) % parts
     bg = tl.program_id(0) // parts
@@ -77,31 +83,45 @@ def step_fwd_kernel(
     if P > 0:
         rotation = load_angles(theta, positions, phases, batch, kv_head, tl.arange(0, W), P, AXES)
         key_rotation = load_angles(theta, key_positions, key_phases, batch, kv_head, tl.arange(0, W), P, AXES)
+    f, columns = feature_offsets(0, PAIRS), unit_columns(0, UNITS, PAIRS)
     if log.pointer is not None:
-        a = tl.load(log.pointer + (batch * log.strides[0] + kv_head * log.strides[2])).to(tl.float64)
-        factor = state_factor(a)
-
-    f = feature_offsets(0, PAIRS)
+        LOG = log.pointer + (batch * log.strides[0] + kv_head * log.strides[2])
+        a = tl.load(LOG + columns * log.strides[3]).to(tl.float64)
+        factor = state_factor(a[None, :])
     keys = Chunk(batch, kv_head.to(tl.int64), row, unmasked)
-    psi = mask_features(feature_map(load_features(k, keys, 0, PAIRS), MAP), unmasked, 0, PAIRS)
+    psi = feature_map(load_features(k, keys, 0, PAIRS), MAP)
+    psi = mask_features(psi, unmasked, 0, PAIRS)
+    if LENGTH > 0:
+        psi *= inverse_length(psi)
     psi_hat = rotate(psi, key_rotation, P)
-    psi_hat = psi_hat if write.pointer is None else psi_hat * load_write(write, keys)[:, None]
-    z = load_z(start, state_index, f, F)
-    if log.pointer is not None:
-        z = z * tl.exp(a)
-    z += tl.sum(psi, 0).to(tl.float64)
+    w, b = 1.0, 0.0
+    if write.pointer is not None:
+        w = load_write(write, keys)[None, :]
+    if erase.pointer is not None:
+        b = load_write(erase, keys)[None, :]
+        z = tl.zeros([2 * W], tl.float64)
+    else:
+        z = load_z(start, state_index, f, F)
+        if log.pointer is not None:
+            z = z * tl.exp(a)
+        z += tl.sum(psi, 0).to(tl.float64)
     for block in range(part, tl.cdiv(E, BE), parts):
         e = block * BE + tl.arange(0, BE)
-        values = tl.trans(load_values(v, keys, e, E, BE)).to(tl.float32)
+        values = tl.trans(load_values(v, keys, e, E, BE)).to(tl.float32) * w
         s = load_state(start, state_index, f, e, F, E)
         if log.pointer is not None:
             s = decay_state(s, factor)
+        if erase.pointer is not None:
+            values -= b * sum_of_products(s, psi_hat, 1)[:, None]
         s += values * psi_hat
         if end[0] is not None:
             store_state(end, state_index, s, f, e, F, E)
         for r in range(group):
             head = (kv_head * group + r).to(tl.int64)
             phi = feature_map(load_features(q, Chunk(batch, head, row, row == 0), 0, PAIRS), MAP)
+            if LENGTH > 0:
+                phi = mask_features(phi, None, 0, PAIRS)
+                phi *= LENGTH * inverse_length(phi)
             num = sum_of_products(s, rotate(phi, rotation, P), 1)
             if NORMALIZE:
                 num /= divisor(sum_of_products(phi, z.to(tl.float32), None), eps, ADD)
@@ -131,12 +151,14 @@ def step_fwd(
     of_queries, of_keys = phases or (None, None)
     of_keys = of_queries if of_keys is None else of_keys
     mask = None if call.key_mask is None else call.key_mask.contiguous()
+    log = call.log_decay if call.log_decay is None or call.decays_by_unit else call.log_decay[..., None]
     out: Tensor = call.v.new_empty(*call.q.shape[:3], e)
     launch(
         call, step_fwd_kernel, name, b * g * parts,
         rows_of(call.q), rows_of(call.k), rows_of(call.v), mask, (theta, heads), *places,
-        broadcast_rows(of_queries, 4), broadcast_rows(of_keys, 4), broadcast_rows(call.log_decay, 3),
-        broadcast_rows(call.write, 3), slots,
+        broadcast_rows(of_queries, 4), broadcast_rows(of_keys, 4), broadcast_rows(log, 4),
+        broadcast_rows(call.write, 3), broadcast_rows(call.erase, 3), slots,
         start or NO_STATE, end or NO_STATE, rows_of(out), g, call.group, parts, call.eps, AXES=axes,
+        UNITS=call.decays_by_unit, LENGTH=float(call.unit),
     )  # fmt: skip
     return out

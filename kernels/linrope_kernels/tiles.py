@@ -108,6 +108,34 @@ TABLE["bf16 from registers"] = TABLE["bf16 with decay"] | {
 }
 
 
+def delta_rule_tiles(
+    chunk: int, stages: int, values: tuple[int, ...], warps: tuple[int, ...], *, dqk: Tile
+) -> dict[tuple[str, int], Tile]:
+    """The tiles of the delta rule's kernels, which share their chunks. No GPU has timed them.
+
+    values, warps: those of the kernels that hold a state of all features, for sizes 64, 128 and 256.
+    """
+    found = {}
+    for size, of_size, warps_of_size in zip((64, 128, 256), values, warps, strict=True):
+        state = Tile(chunk, UNSPLIT, of_size, warps_of_size, stages)
+        found |= {
+            ("chunk_scores", size): Tile(chunk, 32, 16, 4, stages),
+            ("chunk_scores by unit", size): Tile(chunk, 16, 16, 4, stages),
+            ("delta_fwd", size): state,
+            ("delta_states", size): Tile(chunk, 32, 64, 4, stages),
+            ("delta_dv", size): state,
+            ("delta_dqk", size): dqk,
+            ("delta_dqk by unit", size): dqk._replace(pairs=16),
+        }
+    return found
+
+
+TABLE["bf16"] |= delta_rule_tiles(64, 2, (64, 32, 32), (4, 4, 8), dqk=Tile(64, 32, 32, 8, 1))
+TABLE["bf16 from registers"] |= delta_rule_tiles(32, 2, (64, 32, 32), (4, 4, 8), dqk=Tile(32, 16, 32, 4, 1))
+TABLE["tf32"] |= delta_rule_tiles(32, 1, (32, 32, 16), (8, 8, 8), dqk=Tile(32, 16, 32, 8, 1))
+TABLE["ieee"] |= delta_rule_tiles(16, 1, (32, 32, 16), (8, 8, 8), dqk=Tile(16, 16, 32, 8, 1))
+
+
 def precision(v: Tensor) -> str:
     """The precision of matrix products with v: "bf16", "tf32" or "ieee".
 
@@ -167,6 +195,13 @@ def blocks(kernel: str, f: int, e: int, dot: str, capability: int, decay: bool) 
     """How many programs share the feature pairs, and the values, of a head."""
     own = tile(kernel, f, e, dot, capability, decay)
     return -(-((f + 1) // 2) // (own.pair_parts * own.pairs)), -(-e // (own.value_parts * own.values))
+
+
+def delta_blocks(kernel: str, f: int, e: int, tile: Tile) -> int:
+    """How many programs of one of the delta rule's kernels share the feature pairs and the values of a head."""
+    pairs, values = -(-((f + 1) // 2) // tile.pairs), -(-e // tile.values)
+    blocks = {"chunk_scores": 1, "delta_fwd": values, "delta_states": pairs * values, "delta_dv": values}
+    return blocks.get(kernel, pairs)
 
 
 def size_of(f: int, e: int) -> int:

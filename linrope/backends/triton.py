@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from linrope_kernels import INTERPRETED
 from linrope_kernels.convolution import convolve_bwd, convolve_fwd
+from linrope_kernels.delta_backward import delta_bwd
+from linrope_kernels.delta_forward import delta_fwd, delta_saved
 from linrope_kernels.forward import attend_fwd, empty_saved, reads_out
 from linrope_kernels.gates import gates_bwd, gates_fwd
 from linrope_kernels.gradients import attend_bwd, state_bwd
@@ -36,8 +38,9 @@ from linrope.recurrence.call import (
 )
 from linrope.recurrence.packing import owners
 from linrope.recurrence.state import LinearAttentionState
+from linrope.rotation.angles import units_to_features
 
-OPTIONS = COMMON
+OPTIONS = COMMON | {"erase", "unit"}
 TAKES_VALUE_GROUPS = True  # attend repeats the heads of q and k
 CLAMPS_GATES = True
 MAPS = dict.fromkeys(("elu+1", "relu", "relu2", "exp", "silu", "identity"))  # those of linrope_kernels.pieces
@@ -86,11 +89,16 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
         return "bfloat16 in Triton's interpreter, which multiplies its bit patterns: use float16 or float32"
     if call.xpos_log_decay is not None:
         return "xpos, a decay per pair of features: use backend='eager'"
-    if call.decays_by_unit:
-        return "log_decay with a last axis of units, not per head: use backend='eager'"
+    if call.unit and not by_delta_kernels(call):
+        return "feature_map='unit' without erase: the features are made before the call"
     if f > MAX_DIM or e > MAX_DIM:
         return f"{f} features and {e} values per head: it takes up to {MAX_DIM} of each; use backend='eager'"
     return None
+
+
+def by_delta_kernels(call: Call) -> bool:
+    """True if the call is one for the kernels of the delta rule, which take a decay per unit, too."""
+    return call.erase is not None or call.decays_by_unit
 
 
 def launch(launcher: str, record: Sequence[Any], *others: Tensor | None) -> Any:
@@ -104,7 +112,42 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     step = call.causal and call.q is not None and call.k.shape[1] == 1 and call.cu_seqlens is None
     if step and not needs_gradients(call, state) and not traced(call.k):
         return _step(call, state)
+    if call.decays_by_unit and call.erase is None:
+        return _attend_by_unit(call, state)
     return bridge.attend("triton", call, state)
+
+
+def _attend_by_unit(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
+    """The delta rule's kernels have no normalizer: den and z are the result of a second call.
+
+    Its values are 1, and nothing rotates. out is a quotient of float32 numbers.
+    """
+    if not (call.normalize or call.return_state):
+        return bridge.attend("triton", call, state)
+    assert call.log_decay is not None
+    of_num = call.changed(normalize=False, v=call.v.float()) if call.normalize else call
+    of_den = call.changed(
+        q=call.q if call.normalize else None,
+        v=call.v.new_ones(1, 1, 1, 1, dtype=torch.float32).expand(*call.v.shape[:3], 1),
+        log_decay=units_to_features(call.log_decay, call.pairs, call.layout),
+        normalize=False,
+        write=None,
+        angle_steps=None,
+        theta_turns=None,
+        rotary=None,
+    )
+    num, sums = bridge.attend("triton", of_num, state)
+    if state is not None:
+        state = state.rows()
+        kv = state.z[..., None].float()
+        state = state._replace_unchecked(kv=kv, z=torch.zeros_like(state.z), angle=None)
+    den, den_sums = bridge.attend("triton", of_den, state)
+    if call.normalize:
+        den = den + call.eps if call.eps_mode == "add" else den.clamp(min=call.eps)
+        num = (num / den).to(call.v.dtype)
+    if sums is not None and den_sums is not None:
+        sums = sums._replace(z=den_sums.kv[..., 0].to(sums.z.dtype))
+    return num, sums
 
 
 def _step(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
@@ -145,11 +188,11 @@ def _start(sums: Sums | None) -> tuple[State | None, Tensor | None]:
 
 
 def reads_results(call: Call) -> bool:
-    return reads_out(call)
+    return not by_delta_kernels(call) and reads_out(call)
 
 
 def new_saved(call: Call) -> list[Tensor]:
-    return empty_saved(call)
+    return delta_saved(call) if by_delta_kernels(call) else empty_saved(call)
 
 
 def forward(call: Call, sums: Sums | None, save: bool) -> Results:
@@ -157,16 +200,17 @@ def forward(call: Call, sums: Sums | None, save: bool) -> Results:
     start, angle = _start(sums)
     phases, kind = _phases(call, angle), "forward, which saves" if save else "forward"
     others = *(start or NO_STATE), *(phases or NO_PHASES)
+    run = delta_fwd if by_delta_kernels(call) else attend_fwd
     with torch.cuda.device_of(call.k):
-        results: Results = repeat(call, kind, others, lambda: attend_fwd(call, phases, start, save))
+        results: Results = repeat(call, kind, others, lambda: run(call, phases, start, save))
         return results
 
 
 def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradients) -> Gradients:
-    (start, angle), out, g_out, g_end = _start(sums), None, g.out, None
-    if reads_out(call):
+    (start, angle), out, g_out, g_end, delta = _start(sums), None, g.out, None, by_delta_kernels(call)
+    if reads_results(call):
         out, _, _, *saved = saved
-    if g_out is None and call.q is not None:
+    if g_out is None and call.q is not None and not delta:
         g_out = call.v.new_zeros(1).expand(*call.q.shape[:3], call.v.shape[3])
     if g.kv is not None or g.z is not None:
         kv, z = new_state(call, start)
@@ -178,6 +222,8 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
     others = *(start or NO_STATE), *(phases or NO_PHASES), g_out, *(g_end or NO_STATE), out, *saved
 
     def run() -> Any:
+        if delta:
+            return delta_bwd(call, phases, start, saved, g_out, g_end)
         if g_out is None:  # only the last state has a gradient
             assert g_end is not None
             return state_bwd(call, phases, start, g_end)
@@ -185,19 +231,24 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
 
     with torch.cuda.device_of(call.k):
         d = repeat(call, "backward", others, run)
-    d_write = d.write if d.write is None or d.write.ndim == 3 else d.write.sum(3)
+    d_log = d.log_decay if call.decays_by_unit else _summed_blocks(d.log_decay)
     d_kv, d_z = d.start or (None, None)
     return Gradients(
         q=d.q,
         k=d.k,
         v=d.v,
-        log_decay=_summed_to(d.log_decay, call.log_decay),
+        log_decay=_summed_to(d_log, call.log_decay),
         angle_steps=_d_angle_steps(call, d.angles),
-        write=_summed_to(d_write, call.write),
-        erase=None,
+        write=_summed_to(_summed_blocks(d.write), call.write),
+        erase=_summed_to(_summed_blocks(d.erase), call.erase),
         kv=d_kv,
         z=d_z,
     )
+
+
+def _summed_blocks(x: Tensor | None) -> Tensor | None:
+    """The terms of several programs, in a last axis, added up."""
+    return x if x is None or x.ndim == 3 else x.sum(3)
 
 
 def _summed_to(x: Tensor | None, like: Tensor | None) -> Tensor | None:

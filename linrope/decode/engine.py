@@ -12,7 +12,7 @@ import random
 import reprlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -119,15 +119,14 @@ class Engine:
     generate.
 
     Args:
-        model: a ``linrope.models.LanguageModel`` on the CPU with linear attention and a vocabulary of the 256 bytes.
-            The engine freezes it.
+        model: a ``linrope.models.LanguageModel`` with linear attention and a vocabulary of the 256 bytes, on any
+            device. The engine freezes it.
         slots: how many generations run at once.
         queue: how many more may wait.
         budget: the number of prompt bytes in one step, at least 16; None: as many as the model reads in 15 ms.
 
     Raises:
-        ValueError: the model has another kind of attention, another vocabulary or another device, or a number is too
-            small.
+        ValueError: the model has another kind of attention or another vocabulary, or a number is too small.
 
     >>> from linrope.decode.engine import Engine, Generation
     >>> from linrope.models import LanguageModel, LanguageModelConfig
@@ -149,23 +148,26 @@ class Engine:
                 f"model: got {config.attention!r} attention and {config.vocab_size} tokens, expected linear attention "
                 "and a vocabulary of the 256 bytes"
             )
-        if (device := model.embed.weight.device).type != "cpu":
-            raise ValueError(f"model: got a model on {device}, expected one on the CPU")
         for name, value, least in (("slots", slots, 1), ("queue", queue, 0), ("budget", budget, 16)):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: expected at least {least}")
         self.model, self.slots, self.queue = model.eval().requires_grad_(False), slots, queue
-        _, self.empty = model(torch.zeros(1, 0, dtype=torch.int64))  # a state per block, of no bytes
-        self.pool: list[Any] = [state.reorder(torch.zeros(slots, dtype=torch.int64)) for state in self.empty]
+        self.device = model.embed.weight.device
+        _, self.empty = model(self.integers([[]]))  # a state per block, of no bytes
+        self.pool: list[Any] = [state.reorder(self.integers([0] * slots)) for state in self.empty]
         self.prepared = None if why_not(model, self.pool) else prepare(model, self.pool)
         self.budget = budget or self.measured_budget()
         weights = (
-            x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in model.state_dict().values()
+            x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            for x in model.state_dict().values()
         )
         self.digest = hashlib.sha256(b"".join([repr(model.config).encode(), *weights])).hexdigest()
         self.free, self.stopped, self.changed = list(range(slots)), False, threading.Condition()
         self.running: list[Generation] = []
         self.waiting: list[Generation] = []
+
+    def integers(self, numbers: Sequence[Any]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def measured_budget(self, seconds: float = 0.015) -> int:
         """The number of prompt bytes that the model reads in this time: a power of two, 64 to 4096."""
@@ -176,7 +178,7 @@ class Engine:
 
     def seconds_to_read(self, count: int) -> float:
         start = time.perf_counter()
-        self.read([Generation([0] * count, slot=0)], count)
+        self.read([Generation([0] * count, slot=0)], count)[1].cpu()  # which waits for a GPU
         return time.perf_counter() - start
 
     def submit(self, generation: Generation) -> bool:
@@ -249,15 +251,15 @@ class Engine:
                 pieces.append((x, piece))
             if x.finish_reason:
                 if x.session:
-                    x.states = [state.at(torch.tensor([x.slot])).rows() for state in self.pool]
+                    x.states = [state.at(self.integers([x.slot])).rows() for state in self.pool]
                 self.leave(x)
                 pieces.append((x, None))
         return pieces
 
     def decode(self, generations: list[Generation]) -> Tensor:
         """Reads one byte of each; returns the logits of the next ones."""
-        tokens = torch.tensor([x.unread for x in generations])
-        slots = torch.tensor([x.slot for x in generations])
+        tokens = self.integers([x.unread for x in generations])
+        slots = self.integers([x.slot for x in generations])
         if self.prepared is not None:
             return self.prepared(tokens, slots)[:, 0]
         logits: Tensor
@@ -278,9 +280,9 @@ class Engine:
             share = budget // (len(generations) - i)
             pieces.append(x.unread[:share])
             x.unread, budget = x.unread[share:], budget - len(pieces[-1])
-        tokens = torch.tensor([[*chain.from_iterable(pieces)]])
-        ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
-        states = [state.at(torch.tensor([x.slot for x in generations])) for state in self.pool]
+        tokens = self.integers([[*chain.from_iterable(pieces)]])
+        ends = self.integers([len(piece) for piece in pieces]).cumsum(0)
+        states = [state.at(self.integers([x.slot for x in generations])) for state in self.pool]
         logits, _ = self.model(tokens, states, cu_seqlens=F.pad(ends, (1, 0)), return_states=False)
         ended = [i for i, x in enumerate(generations) if not x.unread]
         return [generations[i] for i in ended], logits[0, ends[ended] - 1]
@@ -290,7 +292,7 @@ class Engine:
         generation.slot = self.free.pop()
         self.running.append(generation)
         for pool, state in zip(self.pool, generation.states or self.empty, strict=True):
-            pool.at(torch.tensor([generation.slot])).write(state)
+            pool.at(self.integers([generation.slot])).write(state)
 
     def leave(self, generation: Generation) -> None:
         """Frees the slot of a generation."""
@@ -299,7 +301,7 @@ class Engine:
 
     def load(self, generation: Generation) -> bool:
         """Lets a generation continue from the file of its session. False: another model saved it."""
-        saved = torch.load(_session_of(generation), weights_only=True)
+        saved = torch.load(_session_of(generation), map_location=self.device, weights_only=True)
         if saved["model"] != self.digest:
             return False
         check_bytes(f"unread of {generation.session}", saved["unread"])
@@ -329,7 +331,7 @@ def _session_of(generation: Generation) -> Path:
 def choose(generations: list[Generation], logits: Tensor) -> list[int]:
     """The next byte of each: the likeliest one at temperature 0, else a random one by its own generator."""
     settings = [(x.temperature, x.top_p, x.random.random() if x.temperature else 0) for x in generations]
-    temperature, top_p, draws = torch.tensor(settings, dtype=torch.float64)[..., None].unbind(1)
+    temperature, top_p, draws = logits.new_tensor(settings, dtype=torch.float64)[..., None].unbind(1)
     order = logits.double().sort(dim=-1, descending=True, stable=True)
     p = (order.values / temperature.clamp(min=1e-6)).softmax(-1)
     p[:, 1:][(p.cumsum(-1) - p >= top_p)[:, 1:]] = 0  # bytes outside of the top_p nucleus

@@ -102,7 +102,7 @@ def linear_rope_attention(
             -10^4, which keeps nothing. Or (b or 1, n, g or 1, units), as in GLA and Kimi Linear: one number per pair of
             features that turns, then one per feature that does not (all of them, without rotary and angle_steps). The
             features of a pair decay alike, or outputs would depend on absolute positions. decay adds to every unit.
-            A log_decay per unit requires rope_order="after", and the backend "triton" does not support it.
+            A log_decay per unit requires rope_order="after".
         angle_steps: omega, (b or 1, n, g or 1, pairs), the radians by which token t advances the rotation, in
             addition to its position. The first 2 * pairs features turn, in rotary's layout (interleaved without
             rotary).
@@ -112,7 +112,7 @@ def linear_rope_attention(
             out. With S the sums that it finds, decayed, u_t = w_t v_t - b_t S^T R(Theta_t) psi(k_t) then takes the
             place of w_t v_t. None: 0. Requires causal=True, normalize=False and a map without a log_scale, and allows
             no xPos. The state has no z. It stays bounded only if b_t |psi(k_t)|^2 <= 2: take feature_map="unit" and
-            b <= 2, or divide b by |psi(k_t)|^2. The backend "triton" does not compute it.
+            b <= 2, or divide b by |psi(k_t)|^2.
         positions: integers (n,) or (b, n), 0 .. 2^31 - 1. Default: 0, 1, .., or the positions that follow the
             state. If rotary has axes they are required, (n, axes) or (b, n, axes). For padded batches (left or right):
             ``(key_mask.cumsum(1) - 1).clamp(min=0)``.

@@ -18,7 +18,7 @@ from linrope_kernels import start, tiles
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu import commands, host, machine, operation, others
+from benchmarks.gpu import commands, delta, host, machine, operation, others
 from benchmarks.gpu import tiles as tile_step
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.runner import failures
@@ -266,6 +266,18 @@ def test_the_table_s_own_tile_is_tried_first_and_the_others_differ() -> None:
         assert len(set(others)) == len(others) > 2
 
 
+def test_each_kernel_of_the_delta_rule_has_candidates_and_is_timed_where_it_runs() -> None:
+    rules = {name: {row["rule"] for _, row in tile_step.cases_of(DRY, name, 16)} for name in tile_step.DELTA}
+    assert {(name, 128) for name in rules} <= tile_step.CANDIDATES.keys()
+    assert rules["delta_fwd"] == {delta.GDN, delta.KDA}
+    assert (rules["delta_dqk"], rules["delta_dqk by unit"]) == ({delta.GDN}, {delta.KDA})
+
+
+def test_a_kernel_that_a_step_launches_more_than_once_has_the_sum_of_its_times() -> None:
+    assert tile_step.least_sum([3.0, 1.0, 2.0, 1.5, 4.0, 0.5], 2) == 3.5
+    assert tile_step.least_sum([3.0, 1.0, 2.0], 1) == 1.0
+
+
 def test_a_difference_counts_by_its_tensor_and_nan_is_no_small_one() -> None:
     x, y = torch.tensor([3.0, 4.0]), torch.tensor([30.0, 40.0])
     assert tile_step.difference((x, y), (x, y)) == 0
@@ -329,8 +341,7 @@ def install_fla(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         "fla.ops.linear_attn": {"chunk_linear_attn": fla.chunk_linear_attn},
         "fla.ops.linear_attn.utils": {"normalize_with_z_state": normalize_with_z_state},
         "fla.ops.simple_gla": {"chunk_simple_gla": fla.chunk_simple_gla},
-        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": fla.chunk_gated_delta_rule},
-        "fla.ops.kda": {"chunk_kda": fla.chunk_kda},
+        **{module: {x: getattr(fla, x) for x in names} for module, *names in others.FLA.values()},
     }  # fmt: skip
     for name, contents in modules.items():
         module = ModuleType(name)

@@ -11,7 +11,7 @@ from linrope import Rotary, feature_maps
 from linrope.feature_maps import ELEMENTWISE, FeatureMap, Features
 from linrope.feature_maps.unit import ACTIVATIONS
 from linrope.rotation.rotary import MAX_POSITION
-from tests.support.contract import SETTINGS, refused, takes_units
+from tests.support.contract import SETTINGS, refused
 from tests.support.maps import MAPS
 from tests.support.oracle import DATA, computes, randoms
 
@@ -91,16 +91,11 @@ class Configuration:
 
     def computed_by(self, backend: str) -> bool:
         """False if the backend refuses an input of each token, the value of a setting, or the map."""
-        by_unit = "log_decay" in self.data and self.data["log_decay"].ndim == 4
         elementwise = "" if self.map is None else self.map.elementwise or ""
-        return (
-            not any(
-                name in self.data or (name in SETTINGS and getattr(self, name) != SETTINGS[name])
-                for name in refused(backend)
-            )
-            and (takes_units(backend) or not by_unit)
-            and computes(backend, elementwise)
-        )
+        return not any(
+            name in self.data or (name in SETTINGS and getattr(self, name) != SETTINGS[name])
+            for name in refused(backend)
+        ) and computes(backend, elementwise)
 
     def rand(self, *shape: int) -> Tensor:
         numbers = torch.rand(shape, generator=self.generator, dtype=torch.float64, device="cpu")

@@ -8,8 +8,6 @@ from linrope.decode import generate
 from linrope.decode.engine import Engine, Generation, TextStream, choose
 from linrope.models import LanguageModel, LanguageModelConfig
 
-pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="an engine runs on the CPU")
-
 
 def make(model: LanguageModel, slots: int = 1, **options: int) -> Engine:
     return Engine(model, slots, **{"queue": 0, "budget": 64} | options)

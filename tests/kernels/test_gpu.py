@@ -80,6 +80,27 @@ def test_long_sequences(dtype: torch.dtype, d: int, b: int) -> None:
             assert (x - y).norm() <= NORM[dtype] * y.norm(), name
 
 
+@pytest.mark.parametrize("gates_per_unit", [False, True], ids=["per head", "per unit"])
+@pytest.mark.parametrize(
+    ("n", "d", "e", "h", "g"),
+    [(1, 64, 64, 2, 2), (65, 48, 64, 2, 2), (1000, 64, 32, 4, 2), (1000, 192, 128, 2, 2), (700, 256, 256, 2, 2),
+     (20_000, 128, 128, 2, 2)],
+)  # fmt: skip
+@every_dtype
+def test_the_delta_rule_is_the_oracle_s(dtype, n, d, e, h, g, gates_per_unit) -> None:
+    q, k, v = fresh(2, n, h, d, g=g, e=e, dtype=dtype)
+    k[:, ::2] = k[:, :1]  # half of the keys are equal
+    gates = torch.randn(2, n, g, d // 2) if gates_per_unit else torch.randn(2, n, g)
+    numbers = {"log_decay": -gates.exp() / 20, "erase": 2 * torch.rand(2, n, g), "write": torch.rand(2, n, g)}
+    how: dict[str, Any] = {"rotary": Rotary(d), "feature_map": "unit", "normalize": False}
+    actual = everything(q, k, v, backend="triton", **how, **numbers)
+    wide = {name: x.double() for name, x in numbers.items()}
+    oracle = everything(q.double(), k.double(), v.double(), backend="eager", **how, **wide)
+    for name, expected in oracle.items():
+        for x, y in zip(actual[name].double().split(512, 1), expected.split(512, 1), strict=True):
+            assert (x - y).norm() <= NORM[dtype] * y.norm(), name
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # a prototype, PyTorch warns
 @every_dtype
 def test_packed_sequences_with_decay_never_ask_the_device(dtype: torch.dtype) -> None:

@@ -12,8 +12,16 @@ from linrope import LinearRoPEAttention
 from tests.ops.cases import numbers, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
+DELTA_RULE = {"erase_gate": "tied", "feature_map": "unit", "normalize": False}
 BLOCKS: dict[str, dict[str, Any]] = {
     "default": {},
+    "gated delta rule": {**DELTA_RULE, "skip": None},
+    "gates per feature": {
+        **DELTA_RULE,
+        "forget_gate": {"per": "feature"},
+        "write_gate": "independent",
+        "erase_gate": "independent",
+    },
     "grouped, no skip": {"num_kv_heads": 1, "skip": None},
     "independent gates": {"write_gate": "independent", "gate": "before", "out_norm": "all"},
 }

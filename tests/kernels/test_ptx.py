@@ -12,7 +12,9 @@ from tests.kernels.compiled import run_compiled
 ALL_SIZES, ALL_DTYPES, EMULATED = (16, 32, 64, 128, 256), ("bf16", "fp16", "fp32"), (80, 90)
 SHORT = [(90, "bf16", "plain")]
 LONGER = [(90, "bf16", "gates", "steps with gates"), (90, "bf16", "raw bidirectional"), (80, "bf16", "plain"),
-          (80, "fp16", "raw"), (90, "fp32", "bidirectional")]  # fmt: skip
+          (80, "fp16", "raw"), (90, "fp32", "bidirectional"), (90, "bf16", "erase", "erase per unit"),
+          (80, "bf16", "erase packed"), (90, "fp32", "erase per unit"),
+          (90, "bf16", "decay per unit, divided")]  # fmt: skip
 
 
 def check(capability: int, dtype: str, size: int, *names: str) -> list[dict[str, Any]]:
@@ -47,19 +49,24 @@ def test_compiled_kernels_keep_the_contract(capability: int, dtype: str, names: 
 
 FORMER_FAULTS = {
     # With chunks of 16 Triton 3.6 to 3.8 turned masked keys wrongly in these tiles; 3.9 does not.
-    "a mask hides keys in float16 at 128 features": (90, "fp16", 128),
-    "a mask hides keys in float16 at 128 features, Ampere": (80, "fp16", 128),
+    "a mask hides keys in float16 at 128 features": (90, "fp16", 128, "gates"),
+    "a mask hides keys in float16 at 128 features, Ampere": (80, "fp16", 128, "gates"),
     # dk and dv of several query heads per key head, with few values: a copy overwrote dout on Hopper.
-    "no copy is written over what the matrix unit still reads": (90, "bf16", 16),
+    "no copy is written over what the matrix unit still reads": (90, "bf16", 16, "gates"),
     # In sums of few products, each thread fused its own product, not rounded, with the sum of the other threads.
-    "all threads that hold a sum hold the same bits": (90, "fp32", 32),
+    "all threads that hold a sum hold the same bits": (90, "fp32", 32, "gates"),
+    # The same two faults in the delta rule's kernels: du of few values per program, and the inverse and S T
+    "no copy is written over what the matrix unit reads of the delta rule": (90, "bf16", 256, "erase"),
+    "all threads that hold a sum of the delta rule hold the same bits": (90, "fp16", 16, "erase"),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("capability", "dtype", "size"), FORMER_FAULTS.values(), ids=FORMER_FAULTS)
-def test_compiled_kernels_are_free_of_former_faults(capability: int, dtype: str, size: int) -> None:
-    assert len(check(capability, dtype, size, "gates")) == 1
+@pytest.mark.parametrize(("capability", "dtype", "size", "name"), FORMER_FAULTS.values(), ids=FORMER_FAULTS)
+def test_compiled_kernels_are_free_of_former_faults(
+    capability: int, dtype: str, size: int, name: str
+) -> None:
+    assert len(check(capability, dtype, size, name)) == 1
 
 
 @pytest.mark.ptx
@@ -70,7 +77,9 @@ def test_the_whole_table_keeps_the_contract(capability: int, dtype: str, size: i
     lines = check(capability, dtype, size)
     assert {name for x in lines for name in x["kernels"]} == {
         "table_fwd_kernel", "scan_fwd_kernel", "states_kernel", "prefix_kernel", "dq_kernel", "dkv_kernel",
-        "step_fwd_kernel", "boundary_products_kernel", "log_decay_kernel",
+        "step_fwd_kernel", "boundary_products_kernel", "log_decay_kernel", "features_fwd_kernel", "sum_decay_kernel",
+        "chunk_scores_kernel", "delta_fwd_kernel", "delta_states_kernel", "delta_dv_kernel", "delta_dqk_kernel",
+        "features_bwd_kernel",
     }  # fmt: skip
 
 

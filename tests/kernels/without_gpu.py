@@ -1,6 +1,8 @@
 """Compiles, without a GPU, the kernels that calls launch, and prints what they take: registers, spills, shared memory.
 
     PYTHONPATH=.:kernels python -m tests.kernels.without_gpu --dim 64 128 --capability 90 --decay
+    PYTHONPATH=.:kernels python -m tests.kernels.without_gpu --dim 64 128 --erase --decay
+    PYTHONPATH=.:kernels python -m tests.kernels.without_gpu --dim 64 128 --erase --by-unit
 
 The launchers run on tensors without memory. Each kernel that they would start is compiled from the very arguments that
 it would get, because Triton specializes on strides, multiples of 16 and constants.
@@ -20,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from linrope_kernels import launch
+from linrope_kernels.delta_backward import delta_bwd
+from linrope_kernels.delta_forward import delta_fwd
 from linrope_kernels.forward import attend_fwd, reads_out
 from linrope_kernels.gradients import attend_bwd
 from linrope_kernels.launch import new_state
@@ -66,6 +70,8 @@ class Launch(NamedTuple):
         if name == "dkv":
             missing = [x for x in ("dk", "dv") if self.arguments[x].pointer is None]
             return {"dk": "dv", "dv": "dk"}[missing[0]] if missing else "dkv"
+        if name == "chunk_scores" and self.arguments["keys"].erase.pointer is None:
+            name += "_bwd"  # it solves nothing
         return name + ("_bwd" if self.arguments.get("REVERSE") else "")
 
 
@@ -94,30 +100,39 @@ def recorded(capability: int) -> Iterator[list[Launch]]:
 
 
 def call_of(
-    shape: tuple[int, int, int], d: int, dtype: torch.dtype, decay: bool = False, layout: str = "interleaved"
-) -> Call:
+    shape: tuple[int, int, int], d: int, dtype: torch.dtype, decay: bool = False, layout: str = "interleaved",
+    erase: bool = False, by_unit: bool = False,
+) -> Call:  # fmt: skip
     """A call with shape (b, n, h), d features and d values per head, on tensors without memory."""
     b, n, h = shape
     q, k, v = torch.empty(3, b, n, h, d, dtype=dtype, device="meta")
-    log = torch.empty(b, n, h, device="meta") if decay else None
+    gates = torch.empty(b, n, h, device="meta")
+    log = torch.empty(b, n, h, d // 2, device="meta") if by_unit else gates if decay else None
     theta, first = (torch.empty(1, 1, x, dtype=torch.int64, device="meta") for x in (d // 2, 1))
-    return Call(
+    call = Call(
         q=q, k=k, v=v, log_decay=log, theta_turns=theta, positions=first[0], layout=layout, feature_map="elu+1"
     )  # fmt: skip
+    if not erase:
+        return replace(call, normalize=not by_unit)
+    return replace(call, feature_map="silu", unit=1.0, normalize=False, write=gates, erase=gates)
 
 
 def one_token(call: Call) -> Call:
     assert call.q is not None
-    log = None if call.log_decay is None else call.log_decay[:, :1]
-    return replace(call, q=call.q[:, :1], k=call.k[:, :1], v=call.v[:, :1], log_decay=log)
+    names = ("q", "k", "v", "log_decay", "write", "erase")
+    return replace(call, **{name: None if (x := getattr(call, name)) is None else x[:, :1] for name in names})
 
 
 def launches(call: Call, capability: int) -> list[Launch]:
     """The launches of a forward pass, a backward pass and a decoding step."""
     with recorded(capability) as found:
-        out, _, saved = attend_fwd(call, None, None, True)
-        assert out is not None
-        attend_bwd(call, None, None, saved, out if reads_out(call) else None, torch.empty_like(out), None)
+        if call.erase is not None or call.decays_by_unit:
+            out, _, saved = delta_fwd(call, None, None, True)
+            delta_bwd(call, None, None, saved, torch.empty_like(call.v), None)
+        else:
+            out, _, saved = attend_fwd(call, None, None, True)
+            assert out is not None
+            attend_bwd(call, None, None, saved, out if reads_out(call) else None, torch.empty_like(out), None)
         state = new_state(call, None)
         step_fwd(one_token(call), None, state, state, None)
     return found
@@ -177,11 +192,14 @@ def main() -> None:
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--layout", default="interleaved", choices=["interleaved", "half"])
     parser.add_argument("--decay", action="store_true", help="pass log_decay for each token and head")
+    parser.add_argument("--by-unit", action="store_true", help="pass log_decay for each unit")
+    parser.add_argument("--erase", action="store_true", help="the delta rule")
     options = parser.parse_args()
     for dim in options.dim:
         for dtype in options.dtype:
             for capability in options.capability:
-                call = call_of(FEW_HEADS, dim, DTYPES[dtype], options.decay, options.layout)
+                more = options.decay, options.layout, options.erase, options.by_unit
+                call = call_of(FEW_HEADS, dim, DTYPES[dtype], *more)
                 for x in {x.name: x for x in launches(call, capability)}.values():
                     if "BE" in x.arguments:  # a tile of the table
                         print(json.dumps(report(x, dim, dtype, capability)._asdict()), flush=True)

@@ -18,7 +18,7 @@ from tests.support.oracle import NATIVE, assert_same, everything, native_sets, r
 B, N, H, G, F, E = 2, 37, 4, 2, 6, 3
 COMPUTE = ("reference", "eager")
 computing = pytest.mark.parametrize("backend", COMPUTE)
-computing_float32 = pytest.mark.parametrize("backend", [*COMPUTE, NATIVE])
+computing_float32 = pytest.mark.parametrize("backend", [*COMPUTE, NATIVE, "triton"])
 WITHOUT: dict[str, Any] = {"feature_map": "silu", "normalize": False, "rotary": Rotary(F)}
 Tensors = tuple[list[Tensor], dict[str, Tensor]]
 
@@ -169,7 +169,7 @@ KINDS = ("open gates", "closed gates", "gates of all sizes", "nearly equal keys"
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_stays_within_the_bound(kind: str, backend: str) -> None:
     """out within 16 u M, and gradients as exact, the gates' included, with a loss on the last state too."""
-    n = 300
+    n = 70 if backend == "triton" else 300
     q, k, v = randoms(1, n, 2, 16)
     k = k[:, :1] + 1e-2 * k if kind == "nearly equal keys" else k
     share = torch.rand(1, n, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -196,6 +196,8 @@ def test_float32_stays_within_the_bound(kind: str, backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype_of_erase", [torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes_may_differ(dtype: torch.dtype, dtype_of_erase: torch.dtype, backend: str) -> None:
+    if backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available():
+        pytest.skip("Triton's interpreter does not multiply bfloat16")
     qkv, data = tokens()
     qkv, data = [x.to(dtype) for x in qkv], {"erase": data["erase"].to(dtype_of_erase).requires_grad_()}
     out, state = call((qkv, data), backend)

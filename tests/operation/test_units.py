@@ -79,10 +79,11 @@ def test_it_is_the_equation_for_gates_of_any_strength(kind: str, erase: bool) ->
 
 @delta_rule
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", [*BACKENDS, NATIVE])
+@pytest.mark.parametrize("backend", [*BACKENDS, NATIVE, "triton"])
 def test_float32_stays_within_the_bound(backend: str, kind: str, erase: bool) -> None:
-    """out within 16 u M, gradients to 1e-5 of the largest entry; in eager and native those of log_decay per unit."""
-    qkv, how = problem(kind, "partial", erase=erase, n=150)
+    """out within 16 u M, gradients to 1e-5 of the largest entry; but in reference those of log_decay per unit."""
+    short = backend == "triton"  # whose interpreter is slow
+    qkv, how = problem(kind, "partial", erase=erase, b=1 if short else B, n=40 if short else 150)
     if kind in ("closed", "nothing kept"):  # with the normalizer out would be v, and gradients 0
         how["normalize"] = False
     qkv = [x.float() for x in qkv]
@@ -198,7 +199,7 @@ def test_half_precision_calls_take_gates_of_any_dtype(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("n", [N, 1])  # a decoding step is chosen a backend for apart
-def test_triton_refuses_it_by_name_and_auto_takes_native_on_a_cpu(n: int) -> None:
+def test_auto_takes_native_on_a_cpu(n: int) -> None:
     (q, k, v), how = cut(problem("kda", "interleaved", erase=False), slice(n))
     q, k, v = q.float(), k.float(), v.float()
     if n == 1:
@@ -206,8 +207,6 @@ def test_triton_refuses_it_by_name_and_auto_takes_native_on_a_cpu(n: int) -> Non
     out = linear_rope_attention(q, k, v, **how)
     expected = "eager" if native.why_not() else "native"
     assert torch.equal(out, linear_rope_attention(q, k, v, **how, backend=expected))
-    with pytest.raises(RuntimeError, match="a last axis of units, not per head: use backend='eager'"):
-        linear_rope_attention(q, k, v, **how, backend="triton")
 
 
 def test_it_compiles() -> None:

@@ -156,17 +156,9 @@ def refused(backend: str) -> list[str]:
     return [name for name in names if not isinstance(module, str) and name not in module.OPTIONS]
 
 
-def takes_units(backend: str) -> bool:
-    """True if the backend computes a log_decay per unit."""
-    return backend != "triton"
-
-
 def computed(backend: str) -> dict[str, list[str]]:
     """The values of these options to draw from, for those of which the backend does not compute all values."""
-    values = {name: [next(iter(OPTIONS[name]))] for name in refused(backend)}
-    if not takes_units(backend):
-        values["log_decay"] = [x for x in OPTIONS["log_decay"] if not x.startswith("per unit")]
-    return values
+    return {name: [next(iter(OPTIONS[name]))] for name in refused(backend)}
 
 
 def narrow(x: Any, dtype: torch.dtype) -> Any:

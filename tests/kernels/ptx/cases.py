@@ -28,6 +28,7 @@ class Case:
     less: tuple[int, int] = (0, 0)  # taken from the sizes of heads and of values
     kind: str = "attend"  # "step": token by token; "state": the last state alone
     sizes: tuple[int, ...] = (64,)
+    delta: bool = False  # keys for the delta rule: of length 1, and nearly equal in every other head
 
 
 @dataclass
@@ -46,24 +47,33 @@ class Problem:
         d, e = self.size - c.less[0], self.size - c.less[1]
         shapes = (c.h, d), (c.g, d), (c.g, e)
         self.q, self.k, self.v = (torch.randn(c.b, c.n, *shape).to(self.dtype) for shape in shapes)
+        if c.delta:
+            k = self.k.float()
+            k[:, :, ::2] = torch.randn(c.b, 1, 1, d) + 0.01 * k[:, :, ::2]
+            self.k = (k / k.norm(dim=-1, keepdim=True)).to(self.dtype)
         self.how = c.options(self)
 
     def piece(
         self, which: slice, wide: bool, backend: str
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
         how = {"backend": backend} | self.how
-        for name in ("log_decay", "write", "angle_steps", "key_mask"):
+        for name in ("log_decay", "write", "erase", "angle_steps", "key_mask"):
             if name in how:
                 how[name] = how[name][:, which]
         q, k, v = (x[:, which].double() if wide else x[:, which] for x in (self.q, self.k, self.v))
         return (q, k, v), how
 
+    def for_equation(self, which: slice) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        """As ``piece``, what an Equation takes."""
+        qkv, how = self.piece(which, True, "")
+        del how["backend"]
+        name = how.pop("feature_map", "elu+1")
+        return qkv, how | {"feature_map": None if name is None else feature_maps.make(name, self.q.shape[3])}
+
     def magnitude(self) -> Tensor:
         """M of docs/numerics.md, (b, n, h, e)."""
-        equation, (qkv, how) = Equation(), self.piece(slice(None), True, "")
-        name = how.pop("feature_map", "elu+1")
-        fmap = None if name is None else feature_maps.make(name, self.q.shape[3])
-        equation(*qkv, **{name: x for name, x in how.items() if name != "backend"}, feature_map=fmap)
+        equation, (qkv, how) = Equation(), self.for_equation(slice(None))
+        equation(*qkv, **how)
         return equation.sizes.out[:, self.case.before :]
 
 
@@ -133,6 +143,32 @@ def partial(p: Problem) -> dict[str, Any]:
     return {"rotary": Rotary(d, layout="half", rotary_dim=d // 2)}
 
 
+def erase(p: Problem) -> dict[str, Any]:
+    """Some tokens erase up to twice what the state holds for their keys, whose length is 1."""
+    share = torch.rand(p.k.shape[:3])
+    share[:, 2::5] *= 2
+    return {"erase": share, "feature_map": None, "normalize": False}
+
+
+def undivided_gates(p: Problem) -> dict[str, Any]:
+    return {name: x for name, x in gates(p).items() if name != "eps_mode"}
+
+
+def units(p: Problem, pairs: int) -> dict[str, Any]:
+    """A log decay per unit, of all sizes side by side: -1e-6 .. -1e4."""
+    *shape, d = p.k.shape
+    return {"log_decay": -(10 ** (10 * torch.rand(*shape, d - pairs) - 6))}
+
+
+def units_of_pairs(p: Problem) -> dict[str, Any]:
+    return units(p, p.q.shape[3] // 2)
+
+
+def units_of_both_kinds(p: Problem) -> dict[str, Any]:
+    """Half of the features turn in pairs."""
+    return partial(p) | units(p, p.q.shape[3] // 4)
+
+
 def join(*parts: Options) -> Options:
     def options(p: Problem) -> dict[str, Any]:
         return {name: x for part in parts for name, x in part(p).items()}
@@ -142,6 +178,7 @@ def join(*parts: Options) -> Options:
 
 ALL = (64, 128, 256)
 GROUPED: dict[str, Any] = {"b": 2, "h": 4, "g": 2}
+DELTA: dict[str, Any] = {"delta": True, "sizes": ALL}
 CASES = {
     "plain": Case(plain, before=33, sizes=ALL),
     "gates": Case(join(gates, mask), n=100, before=20, **GROUPED, sizes=ALL),
@@ -159,5 +196,15 @@ CASES = {
     "state alone": Case(join(half, decay, mask), n=190, g=2, segments=True, kind="state"),
     "steps": Case(plain, b=2, n=5, h=4, g=2, kind="step", sizes=ALL),
     "steps with gates": Case(join(gates, mask, write), b=2, n=5, h=4, g=2, kind="step", sizes=ALL),
+    "erase": Case(join(undivided_gates, erase, write), n=120, before=20, **GROUPED, **DELTA),
+    "erase per unit": Case(
+        join(undivided_gates, units_of_pairs, erase, write, mask), n=120, before=20, **GROUPED, **DELTA
+    ),
+    "erase packed": Case(join(packed, decay, erase, mapped("unit")), n=150, h=4, g=2, **DELTA),
+    "erase alone": Case(join(plain, erase), before=33, h=1, less=(16, 24), **DELTA),
+    "erase, state alone": Case(join(half, erase, mask), n=100, g=2, kind="state", **DELTA),
+    "erase, steps": Case(join(undivided_gates, erase, write), b=2, n=5, h=4, g=2, kind="step", **DELTA),
+    "decay per unit": Case(join(mapped("silu", normalize=False), units_of_both_kinds), before=33, sizes=ALL),
+    "decay per unit, divided": Case(join(units_of_both_kinds, mask, write), n=100, before=20, **GROUPED),
     "raw steps": Case(raw, b=2, n=5, h=4, g=2, kind="step", less=(16, 24)),
 }
