@@ -115,7 +115,7 @@ def delta_rule_tiles(
 
     values, warps: those of the kernels that hold a state of all features, for sizes 64, 128 and 256.
     """
-    found = {}
+    found: dict[tuple[str, int], Tile] = {}
     for size, of_size, warps_of_size in zip((64, 128, 256), values, warps, strict=True):
         state = Tile(chunk, UNSPLIT, of_size, warps_of_size, stages)
         found |= {

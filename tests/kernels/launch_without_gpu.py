@@ -78,6 +78,47 @@ def wide_heads() -> None:
     attend(d=96, e=40, g=2, rotary=Rotary(96, layout="half"))
 
 
+def delta_rule(n: int = 130, d: int = 64, h: int = 4, b: int = 2, units: int | None = 32, **how) -> None:
+    """The delta rule, forward and backward, or one step. units: 0 for a decay per head, None for none."""
+    g, numbers = how.get("g", h), {}
+    more = {"write": (), "erase": ()} | ({} if units is None else {"log_decay": (units,) if units else ()})
+    for name, last in more.items():
+        numbers[name] = torch.zeros(b, n, g, *last, requires_grad=n > 1)
+    attend(n, d, h=h, b=b, **{"feature_map": "unit", "normalize": False, "g": g} | numbers | how)
+
+
+def delta_forms() -> None:
+    delta_rule(g=2, key_mask=torch.zeros(2, 130, dtype=torch.bool), angle_steps=torch.zeros(2, 130, 2, 32))
+    delta_rule(
+        b=1, units=0, cu_seqlens=torch.tensor([0, 30, 130]), rotary=Rotary(64, layout="half", rotary_dim=24)
+    )
+    delta_rule(units=None, rotary=None, feature_map="silu", e=40)
+    delta_rule(
+        erase=None,
+        write=None,
+        units=48,
+        rotary=Rotary(64, rotary_dim=32),
+        feature_map="elu+1",
+        normalize=True,
+    )
+    delta_rule(dtype=torch.float32, units=0, d=40)
+    for units in (0, 32):
+        delta_rule(n=1, units=units)
+        q, k, v = torch.zeros(3, 1, 130, 4, 64, dtype=torch.bfloat16, requires_grad=True)
+        numbers = torch.zeros(1, 130, 4)
+        log = torch.zeros(1, 130, 4, units, requires_grad=True) if units else numbers
+        how = {
+            "erase": numbers,
+            "feature_map": "unit",
+            "rotary": Rotary(64),
+            "backend": "triton",
+            "log_decay": log,
+        }
+        state = linear_rope_state(k, v, **how)
+        _, state = linear_rope_attention(q, k, v, **how, normalize=False, state=state, return_state=True)
+        torch.autograd.grad(state.kv.sum(), (k, v))
+
+
 def norm(
     h: int = 16, e: int = 128, g: int = 16, over: str = "head", order: str = "after", dtype=torch.bfloat16
 ) -> None:
@@ -142,7 +183,7 @@ def layer() -> None:
     attend(e=128, normalize=False, **more)
 
 
-FORMS |= {"layer": layer, "gates": gates, "many gates": many_gates}
+FORMS |= {"delta": delta_forms, "layer": layer, "gates": gates, "many gates": many_gates}
 FORMS |= {"convolution": convolution, "packed convolution": packed_convolution}
 
 if __name__ == "__main__":  # it replaces parts of Triton and of linrope

@@ -72,6 +72,8 @@ class Launch(NamedTuple):
             return {"dk": "dv", "dv": "dk"}[missing[0]] if missing else "dkv"
         if name == "chunk_scores" and self.arguments["keys"].erase.pointer is None:
             name += "_bwd"  # it solves nothing
+        if name in ("chunk_scores", "chunk_scores_bwd", "delta_dqk") and self.arguments["UNITS"]:
+            name += " by unit"
         return name + ("_bwd" if self.arguments.get("REVERSE") else "")
 
 
