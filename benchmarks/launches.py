@@ -46,6 +46,9 @@ LAYERS: dict[str, Callable[..., LinearRoPEAttention]] = {
         LinearRoPEAttention, forget_gate=True, short_conv=4, out_norm=True, gate=True
     ),
     "default block": LinearRoPEAttention.block,
+    "block, gated delta rule": partial(
+        LinearRoPEAttention.block, erase_gate="tied", feature_map="unit", normalize=False, skip=None
+    ),
 }
 
 

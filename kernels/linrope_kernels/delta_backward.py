@@ -45,7 +45,6 @@ from linrope_kernels.memory import (
     Chunk,
     Pairs,
     Rows,
-    broadcast_rows,
     feature_offsets,
     half_layout_offsets,
     load_state,
@@ -53,6 +52,7 @@ from linrope_kernels.memory import (
     load_write,
     program_of,
     rows_of,
+    rows_of_units,
     seen,
     segment_span,
     store_angle_gradients,
@@ -434,7 +434,7 @@ def delta_bwd(
         None if call.angle_steps is None else new(g, call.pairs),
     )
     launch_delta(
-        call, delta_dqk_kernel, "delta_dqk", b * g * number, q, keys, broadcast_rows(log, 4), u, rows_of(du),
+        call, delta_dqk_kernel, "delta_dqk", b * g * number, q, keys, rows_of_units(log), u, rows_of(du),
         d_out_rows, states, d_states, results, n, g, call.group, number,
     )  # fmt: skip
     return Gradients(

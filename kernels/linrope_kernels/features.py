@@ -104,7 +104,7 @@ def features(call: Any, x: Tensor, table: Tensor | None, dtype: torch.dtype, key
 
 def d_features(call: Any, x: Tensor, table: Tensor | None, d_hat: Tensor, keys: bool) -> Tensor:
     """The gradient of q or k from that of its features."""
-    dx = torch.empty_like(x)
+    dx = x.new_empty(x.shape)
     _start(features_bwd_kernel, call, x, table, keys, rows_of(d_hat), rows_of(dx))
     return dx
 

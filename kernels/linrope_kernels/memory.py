@@ -33,6 +33,11 @@ def broadcast_rows(x: Tensor | None, axes: int) -> Rows:
     return Rows(x, strides_of(x, axes)[:axes])
 
 
+def rows_of_units(x: Tensor | None) -> Rows:
+    """Rows of log decay, whose axis of units may be missing: all features decay alike then."""
+    return broadcast_rows(x, 4) if x is not None and x.ndim == 4 else Rows(x, (*strides_of(x, 3), 0))
+
+
 class Tokens(NamedTuple):
     """A call's mask, rotation, decay and packing, which go with q, k and v."""
 

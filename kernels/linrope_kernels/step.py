@@ -21,6 +21,7 @@ from linrope_kernels.memory import (
     load_z,
     mask_features,
     rows_of,
+    rows_of_units,
     store_state,
     store_z,
     strides_of,
@@ -151,12 +152,11 @@ def step_fwd(
     of_queries, of_keys = phases or (None, None)
     of_keys = of_queries if of_keys is None else of_keys
     mask = None if call.key_mask is None else call.key_mask.contiguous()
-    log = call.log_decay if call.log_decay is None or call.decays_by_unit else call.log_decay[..., None]
     out: Tensor = call.v.new_empty(*call.q.shape[:3], e)
     launch(
         call, step_fwd_kernel, name, b * g * parts,
         rows_of(call.q), rows_of(call.k), rows_of(call.v), mask, (theta, heads), *places,
-        broadcast_rows(of_queries, 4), broadcast_rows(of_keys, 4), broadcast_rows(log, 4),
+        broadcast_rows(of_queries, 4), broadcast_rows(of_keys, 4), rows_of_units(call.log_decay),
         broadcast_rows(call.write, 3), broadcast_rows(call.erase, 3), slots,
         start or NO_STATE, end or NO_STATE, rows_of(out), g, call.group, parts, call.eps, AXES=axes,
         UNITS=call.decays_by_unit, LENGTH=float(call.unit),

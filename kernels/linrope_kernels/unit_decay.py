@@ -18,7 +18,7 @@ import triton.language as tl
 
 from linrope_kernels.decay import MIN_LOG_DECAY, decay_tile, expm1, exponent, power
 from linrope_kernels.launch import delta_precision
-from linrope_kernels.memory import Rows, half_layout_offsets, segment_span, strides_of
+from linrope_kernels.memory import half_layout_offsets, rows_of_units, segment_span, strides_of
 from linrope_kernels.segments import Segments
 from linrope_kernels.start import start_kernel
 from linrope_kernels.tiles import power_of_two
@@ -67,15 +67,13 @@ def sums_of_decay(call: Any, segments: Segments) -> Sums:
     log = call.log_decay
     if log is None:
         return Sums(None, None, (0,) * 4)
-    if log.ndim == 3:
-        log = log[..., None]
-    dot, units = delta_precision(call), log.shape[3]
-    rest = log.new_empty(log.shape, dtype=torch.float32)
+    dot, (b, n, heads, *units) = delta_precision(call), log.shape
+    rest = log.new_empty(b, n, heads, *(units or [1]), dtype=torch.float32)
     whole = None if dot == "bf16" else rest.new_empty(rest.shape, dtype=torch.int32)
     start_kernel(
-        sum_decay_kernel, log.shape[0] * log.shape[2] * segments.number, Rows(log, log.stride()),
-        Sums(whole, rest, (0,) * 4), segments.spans, log.shape[1], log.shape[2], segments.number,
-        UNITS=units, DOT=dot, C=segments.length, B=min(32, power_of_two(units)),
+        sum_decay_kernel, b * heads * segments.number, rows_of_units(log), Sums(whole, rest, (0,) * 4),
+        segments.spans, n, heads, segments.number,
+        UNITS=rest.shape[3], DOT=dot, C=segments.length, B=min(32, power_of_two(rest.shape[3])),
     )  # fmt: skip
     return Sums(whole, rest, strides_of(rest, 4))
 

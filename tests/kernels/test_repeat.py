@@ -87,6 +87,11 @@ def results(qkv: list[torch.Tensor], how: Arguments, seed: int) -> list[torch.Te
         options["log_decay"] = -torch.rand(b, n, 1, generator=generator)
     if "mask" in how:
         options["key_mask"] = torch.rand(b, n, generator=generator) > 0.3
+    if "units" in how:
+        options["log_decay"] = -torch.rand(b, n, 1, 8, generator=generator)
+    if "erase" in how:
+        options |= {name: torch.rand(b, n, 1, generator=generator) for name in ("erase", "write")}
+        options |= {"feature_map": "unit", "normalize": False}
     if "steps" in how:
         options["angle_steps"] = torch.rand(b, n, 1, 8, generator=generator)
     if "packed" in how:
@@ -112,6 +117,8 @@ CASES: list[tuple[Arguments, int]] = [  # and how many of the two passes are rep
     ({"steps": True}, 1),
     ({"gates": True}, 2),
     ({"packed": True}, 0),
+    ({"erase": True, "gates": True, "return_state": True}, 2),
+    ({"erase": True, "units": True, "mask": True}, 2),
 ]
 
 
