@@ -183,7 +183,7 @@ def chunks_of(call: Any, tables: Tables, inverse: Tensor | None, solved: bool = 
 
     inverse: where it goes; None: to a new tensor. solved: it has been computed.
     """
-    b, n, g, _ = call.k.shape
+    b, n, g, _ = call.v.shape
     dtype, length = features_dtype(call), delta_tile(call, "delta_fwd").chunk
     segments, (table, key_table) = cut(call, n, length), tables
     if n == 0:  # a chunk would have no token whose decay it could read
@@ -191,7 +191,7 @@ def chunks_of(call: Any, tables: Tables, inverse: Tensor | None, solved: bool = 
     k, q, scores = features(call, call.k, key_table, dtype, True), None, None
     if call.q is not None:
         q = features(call, call.q, table, dtype, False)
-        scores = q.new_empty(b, n, call.q.shape[2], length)
+        scores = q.new_empty(b, n, q.shape[2], length)
     reads, writes, q_reads = k, k, q
     if call.decays_by_unit:
         reads, writes = torch.empty_like(k), torch.empty_like(k)

@@ -403,7 +403,7 @@ def delta_bwd(
     d_end: State | None,
 ) -> Gradients:  # fmt: skip
     """The gradients of a call. saved: the tensors that ``delta_fwd`` saved. d_out: None if there are no queries."""
-    (b, n, g, f), e, tables = call.k.shape, call.v.shape[3], make_tables(call, phases)
+    (b, n, g, e), f, tables = call.v.shape, call.k.shape[3], make_tables(call, phases)
     chunks = chunks_of(call, tables, saved[-1] if call.erase is not None else None, solved=True)
     number, width = chunks.segments.number, -(-f // 2) * 2
     q, keys, values = rows_of(chunks.q), chunks.keys, rows_of(call.v)
@@ -425,7 +425,7 @@ def delta_bwd(
         n, g, call.group, number,
     )  # fmt: skip
     pair_blocks = -(-(width // 2) // delta_tile(call, "delta_dqk").pairs)
-    log, dq_hat = call.log_decay, None if call.q is None else new(call.q.shape[2], width, dtype=dtype)
+    log, dq_hat = call.log_decay, None if call.q is None else new(g * call.group, width, dtype=dtype)
     results = Results(
         rows_of(dq_hat),
         rows_of(dk_hat := new(g, width, dtype=dtype)),

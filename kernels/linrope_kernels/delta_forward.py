@@ -140,10 +140,10 @@ def keeps_u(call: Any) -> bool:
 
 def delta_saved(call: Any) -> list[Tensor]:
     """Empty tensors for what the forward pass saves: U, and with erase the inverse."""
-    b, n, g, _ = call.k.shape
+    b, n, g, e = call.v.shape
     saved = []
     if keeps_u(call):
-        saved.append(call.v.new_empty(b, n, g, call.v.shape[3], dtype=features_dtype(call)))
+        saved.append(call.v.new_empty(b, n, g, e, dtype=features_dtype(call)))
     if call.erase is not None:
         saved.append(call.v.new_empty(b, n, g, delta_tile(call, "delta_fwd").chunk, dtype=torch.float32))
     return saved
@@ -153,13 +153,13 @@ def delta_fwd(
     call: Any, phases: Phases | None, start: State | None, save: bool
 ) -> tuple[Tensor | None, State | None, list[Tensor]]:
     """out (b, n, h, e), the last state if wanted, with a z of 0, and if ``save`` the tensors of ``delta_saved``."""
-    (b, n, g, _), e = call.k.shape, call.v.shape[3]
+    b, n, g, e = call.v.shape
     saved = delta_saved(call) if save else []
     chunks = chunks_of(
         call, make_tables(call, phases), saved[-1] if save and call.erase is not None else None
     )
     end = new_state(call, start) if call.return_state else None
-    out = None if call.q is None else new_like(call.v, chunks.segments, b, n, call.q.shape[2], e)
+    out = None if call.q is None else new_like(call.v, chunks.segments, b, n, g * call.group, e)
     launch_delta(
         call, delta_fwd_kernel, "delta_fwd", call.sequences * g, rows_of(chunks.q_reads), chunks.keys, rows_of(call.v),
         start or NO_STATE, rows_of(out), rows_of(saved[0] if save and keeps_u(call) else None), end or NO_STATE,

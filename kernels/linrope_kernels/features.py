@@ -34,14 +34,12 @@ from linrope_kernels.tiles import power_of_two_from_16
 
 
 @triton.jit
-def block_of_tokens(n, heads, group, C: tl.constexpr):
-    """This program's tokens of a head of x, and of the key/value head whose angles it has."""
+def head_of_program(n, heads, C: tl.constexpr):
+    """This program's batch row and head, and its tokens with those that exist."""
     blocks = tl.cdiv(n, C)
-    block, head = tl.program_id(0) % blocks, tl.program_id(0) // blocks % heads
-    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
-    rows = block * C + tl.arange(0, C)
-    chunk = Chunk(batch, head.to(tl.int64), rows, rows < n)
-    return chunk, Chunk(batch, (head // group).to(tl.int64), rows, rows < n)
+    rows = tl.program_id(0) % blocks * C + tl.arange(0, C)
+    head = tl.program_id(0) // blocks
+    return (head // heads).to(tl.int64), (head % heads).to(tl.int64), rows, rows < n
 
 
 @triton.jit
@@ -51,71 +49,78 @@ def load_mapped(x, chunk, MASK, n, MAP: tl.constexpr, PAIRS: tl.constexpr):
     return loaded, mask_features(feature_map(loaded, MAP), seen(MASK, chunk, n).inside, 0, PAIRS)
 
 
-@triton.jit(do_not_specialize=["n", "heads", "group"])
+@triton.jit(do_not_specialize=["n", "heads", "value_group", "group"])
 def features_fwd_kernel(
     x,  # Rows (b, n, heads, f): q or k
     table,  # Rows of cos and sin, as in Tokens
     MASK,  # (b, n) bool: the tokens whose features are not 0; None: all
-    y,  # Rows (b, n, heads, f): R phi(x)
-    n, heads, group,
+    y,  # Rows (b, n, heads value_group, f): R phi(x)
+    n, heads, value_group, group,
     F: tl.constexpr, P: tl.constexpr, MAP: tl.constexpr, INTERLEAVED: tl.constexpr, LENGTH: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """LENGTH: that of the features under the map "unit"; 0: another map."""
+    """One program per block of tokens and head of y. LENGTH: under the map "unit" that of features; 0: another map."""
     PAIRS: tl.constexpr = Pairs(F, P, INTERLEAVED, W)
-    chunk, of_angles = block_of_tokens(n, heads, group, C)
-    _, phi = load_mapped(x, chunk, MASK, n, MAP, PAIRS)
+    batch, head, rows, inside = head_of_program(n, heads * value_group, C)
+    _, phi = load_mapped(x, Chunk(batch, head // value_group, rows, inside), MASK, n, MAP, PAIRS)
     if LENGTH > 0:
         phi *= LENGTH * inverse_length(phi)
-    phi_hat = rotate(phi, load_rotation(table, of_angles, 0, PAIRS), P)
-    store_values(y, phi_hat, chunk, tl.arange(0, 2 * W), (F + 1) // 2 * 2, 2 * W)
+    phi_hat = rotate(phi, load_rotation(table, Chunk(batch, head // group, rows, inside), 0, PAIRS), P)
+    store_values(y, phi_hat, Chunk(batch, head, rows, inside), tl.arange(0, 2 * W), (F + 1) // 2 * 2, 2 * W)
 
 
-@triton.jit(do_not_specialize=["n", "heads", "group"])
+@triton.jit(do_not_specialize=["n", "heads", "value_group", "group"])
 def features_bwd_kernel(
     x, table, MASK,  # as in features_fwd_kernel
-    dy,  # Rows (b, n, heads, f): the gradient of R phi(x)
+    dy,  # Rows (b, n, heads value_group, f): the gradient of R phi(x)
     dx,  # Rows (b, n, heads, f)
-    n, heads, group,
+    n, heads, value_group, group,
     F: tl.constexpr, P: tl.constexpr, MAP: tl.constexpr, INTERLEAVED: tl.constexpr, LENGTH: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """dx = slope(x) R^T dy. It is 0 where all of dy is, whatever x holds: nothing reads masked tokens."""
+    """dx = slope(x) R^T dy. It is 0 where all of R^T dy is, whatever x holds: nothing reads masked tokens."""
     PAIRS: tl.constexpr = Pairs(F, P, INTERLEAVED, W)
-    chunk, of_angles = block_of_tokens(n, heads, group, C)
+    batch, head, rows, inside = head_of_program(n, heads, C)
+    chunk, d = Chunk(batch, head, rows, inside), tl.zeros([C, 2 * W], tl.float32)
+    for r in range(value_group):
+        of_value = Chunk(batch, head * value_group + r, rows, inside)
+        d_hat = load_values(dy, of_value, tl.arange(0, 2 * W), (F + 1) // 2 * 2, 2 * W).to(tl.float32)
+        of_angles = Chunk(batch, of_value.head // group, rows, inside)
+        d += rotate_back(d_hat, load_rotation(table, of_angles, 0, PAIRS), P)
     loaded, phi = load_mapped(x, chunk, MASK, n, MAP, PAIRS)
-    d_hat = load_values(dy, chunk, tl.arange(0, 2 * W), (F + 1) // 2 * 2, 2 * W).to(tl.float32)
-    d = rotate_back(d_hat, load_rotation(table, of_angles, 0, PAIRS), P)
+    unread = (tl.sum(tl.abs(d), 1) == 0)[:, None]
     if LENGTH > 0:
         inverse = inverse_length(phi)
         phi *= inverse
         d = (d - phi * sum_of_products(phi, d, 1)[:, None]) * (LENGTH * inverse)
-    unread = (tl.sum(tl.abs(d_hat), 1) == 0)[:, None]
     d = tl.where(unread, 0.0, d * slope(tl.where(unread, 0.0, loaded), MAP))
     store_features(dx, d, chunk, 0, PAIRS)
 
 
 def features(call: Any, x: Tensor, table: Tensor | None, dtype: torch.dtype, keys: bool) -> Tensor:
-    """R phi(x) for q or k, (b, n, heads, f) with f rounded up to an even number."""
-    hat = x.new_empty(*x.shape[:3], -(-x.shape[3] // 2) * 2, dtype=dtype)
-    _start(features_fwd_kernel, call, x, table, keys, rows_of(hat))
+    """R phi(x) for q or k of every value head, (b, n, heads, f) with f rounded up to an even number."""
+    (b, n, heads, f) = x.shape
+    hat = x.new_empty(b, n, heads * call.value_group, -(-f // 2) * 2, dtype=dtype)
+    _start(features_fwd_kernel, call, x, table, keys, hat.shape[2], rows_of(hat))
     return hat
 
 
 def d_features(call: Any, x: Tensor, table: Tensor | None, d_hat: Tensor, keys: bool) -> Tensor:
-    """The gradient of q or k from that of its features."""
+    """The gradient of q or k from that of its features, summed over the value heads that share one of its heads."""
     dx = x.new_empty(x.shape)
-    _start(features_bwd_kernel, call, x, table, keys, rows_of(d_hat), rows_of(dx))
+    _start(features_bwd_kernel, call, x, table, keys, x.shape[2], rows_of(d_hat), rows_of(dx))
     return dx
 
 
-def _start(kernel: Any, call: Any, x: Tensor, table: Tensor | None, keys: bool, *others: Rows) -> None:
+def _start(
+    kernel: Any, call: Any, x: Tensor, table: Tensor | None, keys: bool, heads_of_programs: int, *others: Rows
+) -> None:
     """Starts a kernel of this module. keys: x is k, whose features have length 1 under the map "unit"."""
     (b, n, heads, f), chunk = x.shape, 16
     mask = call.key_mask.contiguous() if keys and call.key_mask is not None else None
     start_kernel(
-        kernel, b * heads * -(-n // chunk), rows_of(x), broadcast_rows(table, 2), mask, *others,
-        n, heads, heads // call.k.shape[2],
+        kernel, b * heads_of_programs * -(-n // chunk), rows_of(x), broadcast_rows(table, 2), mask, *others,
+        n, heads, call.value_group, 1 if keys else call.group,
         F=f, P=call.pairs, MAP=call.feature_map, INTERLEAVED=not call.pairs or call.layout == "interleaved",
         LENGTH=1.0 if keys and call.unit else float(call.unit), C=chunk, W=power_of_two_from_16((f + 1) // 2),
     )  # fmt: skip

@@ -175,6 +175,6 @@ def new_states(call: Any, number: int) -> State:
 
 def new_state(call: Any, like: State | None) -> State:
     """An empty state for each sequence; z has the dtype of that in ``like``."""
-    (_, _, g, f), e = call.k.shape, call.v.shape[3]
+    f, (g, e) = call.k.shape[3], call.v.shape[2:]
     s = call.k.new_empty(call.sequences, g, f, e, dtype=torch.float32)
     return s, s.new_empty(*s.shape[:3], dtype=torch.float64 if like is None else like[1].dtype)

@@ -41,7 +41,7 @@ from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.angles import units_to_features
 
 OPTIONS = COMMON | {"erase", "unit"}
-TAKES_VALUE_GROUPS = True  # attend repeats the heads of q and k
+TAKES_VALUE_GROUPS = True  # but for the delta rule's kernels attend repeats the heads of q and k
 CLAMPS_GATES = True
 MAPS = dict.fromkeys(("elu+1", "relu", "relu2", "exp", "silu", "identity"))  # those of linrope_kernels.pieces
 MAX_DIM = 256
@@ -108,10 +108,11 @@ def launch(launcher: str, record: Sequence[Any], *others: Tensor | None) -> Any:
 
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
-    call = call.expanded(written=False)
     step = call.causal and call.q is not None and call.k.shape[1] == 1 and call.cu_seqlens is None
     if step and not needs_gradients(call, state) and not traced(call.k):
-        return _step(call, state)
+        return _step(call.expanded(written=False), state)
+    if not by_delta_kernels(call):
+        return bridge.attend("triton", call.expanded(written=False), state)
     if call.decays_by_unit and call.erase is None:
         return _attend_by_unit(call, state)
     return bridge.attend("triton", call, state)

@@ -10,7 +10,7 @@ import pytest
 from tests.kernels.compiled import run_compiled
 
 ALL_SIZES, ALL_DTYPES, EMULATED = (16, 32, 64, 128, 256), ("bf16", "fp16", "fp32"), (80, 90)
-SHORT = [(90, "bf16", "plain")]
+SHORT = [(90, "bf16", "plain", "erase packed")]
 LONGER = [(90, "bf16", "gates", "steps with gates"), (90, "bf16", "raw bidirectional"), (80, "bf16", "plain"),
           (80, "fp16", "raw"), (90, "fp32", "bidirectional"), (90, "bf16", "erase", "erase per unit"),
           (80, "bf16", "erase packed"), (90, "fp32", "erase per unit"),
