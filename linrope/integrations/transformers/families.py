@@ -119,10 +119,9 @@ def enable(*families: str) -> Enabled:
     Mamba-2, MiniMax's lightning attention, the delta rule, the step, the convolution and the gated norm of Gated
     DeltaNet and Kimi Delta Attention, and the convolution of LFM2, LFM3 and Inkling. Weights and configurations stay
     the same, and results agree up to rounding. So do caches, except MiniMax's in half precision, whose sums are
-    float32. On a CPU the backend "native" computes, on a GPU "triton"; but there scan and step stay mamba_ssm's and the
-    convolution causal_conv1d's if these packages are installed, and the delta rule stays transformers' or
-    flash-linear-attention's. A call that linrope does not support runs as before, and the logger
-    "linrope.integrations.transformers" says why, once.
+    float32. On a CPU the backend "native" computes, on a GPU "triton"; but there scan and step stay mamba_ssm's, the
+    convolution causal_conv1d's and the delta rule flash-linear-attention's, if these packages are installed. A call
+    that linrope does not support runs as before, and the logger "linrope.integrations.transformers" says why, once.
 
     Args:
         families: some of ``FAMILIES``. Default: all that the installed transformers has and linrope can replace. The
