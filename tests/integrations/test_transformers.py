@@ -1,6 +1,7 @@
 """transformers' models with linrope's functions beside the same models without."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import peft
@@ -10,11 +11,13 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
+from linrope import backends
 from linrope.backends import native
 from linrope.cli.bench import families
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers import families as replaced
 from linrope.integrations.transformers import shared
+from linrope.operation.plan import forget_plans
 from tests.support.families import (
     CACHE,
     CONFIGURATIONS,
@@ -52,6 +55,24 @@ def assert_trains_alike(family: str, net: nn.Module, ids: Tensor, of_decays: flo
         bound = of_decays if name.endswith(("A_log", "dt_bias")) else 1e-4
         assert relative(got_gradients[name], x) < bound or not (x.any() or got_gradients[name].any()), name
     assert_as_exact(got_gradients, gradients, exactly(family, net, lambda wide: train_once(wide, ids))[1])
+
+
+@pytest.fixture
+def triton_for_auto(monkeypatch: pytest.MonkeyPatch, quick_interpreter: None) -> Iterator[None]:
+    """The recurrence runs in the Triton kernels, as on a GPU."""
+    monkeypatch.setitem(backends._AUTO, "cpu", backends._AUTO["cuda"])
+    forget_plans()
+    yield
+    forget_plans()
+
+
+@pytest.mark.usefixtures("triton_for_auto")
+@pytest.mark.parametrize("family", [x for x in ("qwen3_5", "kimi_linear") if x in CONFIGURATIONS])
+def test_the_gpu_s_kernels_train_and_generate(family: str) -> None:
+    net, ids = model(family), tokens(2, 20)
+    assert_trains_alike(family, net, ids)
+    ours, theirs = both(family, lambda: net.generate(ids, max_new_tokens=3, do_sample=False))  # type: ignore[operator]
+    assert torch.equal(ours, theirs)
 
 
 @every_family
