@@ -158,7 +158,7 @@ test-ptx: $(VENV)/ready
 GPU := build/gpu
 gpu-run: $(if $(DRY),$(GPU)/ready)
 	PYTHONPATH=.:kernels $(if $(DRY),$(GPU)/bin/python,$(PYTHON)) -m benchmarks.gpu $(if $(DRY),--dry-run) $(ARGS)
-	$(if $(DRY),PYTHONPATH=.:kernels $(GPU)/bin/python tests/kernels/launch_without_gpu.py 90 few layer)
+	$(if $(DRY),PYTHONPATH=.:kernels $(GPU)/bin/python tests/kernels/launch_without_gpu.py 90 few layer delta)
 
 $(GPU)/ready: benchmarks/gpu/requirements.txt
 	$(PYTHON) -m venv --clear $(GPU)

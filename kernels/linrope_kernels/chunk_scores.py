@@ -20,7 +20,7 @@ from torch import Tensor
 
 from linrope_kernels.angles import Tables
 from linrope_kernels.decay import load_per_token
-from linrope_kernels.features import features
+from linrope_kernels.features import features, features_of_keys
 from linrope_kernels.launch import cut, delta_tile, features_dtype, launch_delta
 from linrope_kernels.memory import (
     Chunk,
@@ -33,12 +33,12 @@ from linrope_kernels.memory import (
     segment_span,
     store_values,
 )
-from linrope_kernels.pieces import dot, dot_rows, operand, sum_of_products
+from linrope_kernels.pieces import dot, dot_rows, fenced, operand, sum_of_products
 from linrope_kernels.segments import Segments
 from linrope_kernels.unit_decay import (
     Sums,
+    between_halves,
     halving,
-    in_one_block,
     load_chunk_exponents,
     load_unit_decay,
     score_decay,
@@ -112,12 +112,12 @@ def add_scores(qk, kk, q, k, sums, D, chunk, first, last, columns, UNITS: tl.con
         for level in range(levels(C)):
             factor, is_query = halving(sums, D, chunk, first, last, columns, level, DOT)
             keys = operand(tl.where(is_query, 0.0, k * factor), DOT)
-            same = in_one_block(i[:, None], i[None, :], level)
-            qk += tl.where(same, dot_rows(operand(tl.where(is_query, q * factor, 0.0), DOT), keys, DOT), 0.0)
-            kk += tl.where(same, dot_rows(operand(tl.where(is_query, k * factor, 0.0), DOT), keys, DOT), 0.0)
+            pairs = between_halves(i[:, None], i[None, :], level)
+            qk += tl.where(pairs, dot_rows(operand(tl.where(is_query, q * factor, 0.0), DOT), keys, DOT), 0.0)
+            kk += tl.where(pairs, dot_rows(operand(tl.where(is_query, k * factor, 0.0), DOT), keys, DOT), 0.0)
         return qk, kk
     else:
-        k = operand(k, DOT)
+        k = fenced(operand(k, DOT), chunk.inside)
         return dot(operand(q, DOT), tl.trans(k), qk, DOT), dot(k, tl.trans(k), kk, DOT)
 
 
@@ -158,7 +158,7 @@ def chunk_scores_kernel(
                 if QUERIES:
                     store_values(q_reads, x * decay.from_start, queries, f, FW, 2 * W)
             qk, kk = add_scores(qk, kk, x, k, keys.sums, D, chunk, first, last, columns, UNITS, DOT)
-        if keys.sums.rest is not None and not UNITS:
+        if keys.sums.rest.pointer is not None and not UNITS:
             tile = score_decay(load_chunk_exponents(keys.sums, chunk, first, last, tl.arange(0, 1), C), DOT)
             qk, kk = qk * tile, kk * tile
         if QUERIES:
@@ -188,22 +188,22 @@ def chunks_of(call: Any, tables: Tables, inverse: Tensor | None, solved: bool = 
     segments, (table, key_table) = cut(call, n, length), tables
     if n == 0:  # a chunk would have no token whose decay it could read
         segments = segments._replace(number=0)
-    k, q, scores = features(call, call.k, key_table, dtype, True), None, None
+    (k, erase), q, scores = features_of_keys(call, key_table, dtype), None, None
     if call.q is not None:
-        q = features(call, call.q, table, dtype, False)
+        q = features(call, call.q, table, dtype)
         scores = q.new_empty(b, n, q.shape[2], length)
     reads, writes, q_reads = k, k, q
     if call.decays_by_unit:
         reads, writes = torch.empty_like(k), torch.empty_like(k)
         q_reads = None if q is None else torch.empty_like(q)
-    if call.erase is not None and inverse is None:
+    if erase is not None and inverse is None:
         inverse = k.new_empty(b, n, g, length, dtype=torch.float32)
     keys = Keys(
         rows_of(k), rows_of(reads), rows_of(writes), sums_of_decay(call, segments), broadcast_rows(call.write, 3),
-        broadcast_rows(call.erase, 3), rows_of(scores), rows_of(inverse),
+        broadcast_rows(erase, 3), rows_of(scores), rows_of(inverse),
         None if call.key_mask is None else call.key_mask.contiguous(), segments.spans, segments.first_spans,
     )  # fmt: skip
-    solves = call.erase is not None and not solved
+    solves = erase is not None and not solved
     if q is not None or call.decays_by_unit or solves:
         launch_delta(
             call, chunk_scores_kernel, "chunk_scores", b * g * segments.number, rows_of(q),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from linrope_kernels.angles import Phases, make_tables
 from linrope_kernels.chunk_scores import chunks_of, levels
-from linrope_kernels.decay import MIN_LOG_DECAY, decay_state, load_per_token
+from linrope_kernels.decay import MIN_LOG_DECAY, load_per_token
 from linrope_kernels.delta_forward import (
     add_written,
     chunks_of_sequence,
@@ -46,7 +46,6 @@ from linrope_kernels.memory import (
     Pairs,
     Rows,
     feature_offsets,
-    half_layout_offsets,
     load_state,
     load_values,
     load_write,
@@ -68,16 +67,20 @@ from linrope_kernels.pieces import (
     members,
     operand,
     precise_dot,
+    rounded_products,
+    side_by_side,
     sum_of_products,
     through_registers,
 )
 from linrope_kernels.unit_decay import (
+    between_halves,
+    from_start,
     halving,
-    in_one_block,
     load_row_decay,
     load_unit_decay,
+    over_chunk,
     score_decay,
-    times,
+    to_end,
     unit_columns,
 )
 
@@ -127,9 +130,11 @@ def delta_states_kernel(
         rows = first + tl.arange(0, C)
         chunk = Chunk(batch, kv_head, rows, rows < end)
         store_chunk_state(STATES, (batch * g + kv_head) * chunks + segment, s, e, f, E, FW)
-        decay = load_row_decay(keys.sums, chunk, first, end - 1, columns, UNITS, DOT)
+        decay = None
+        if keys.sums.rest.pointer is not None:
+            decay = load_row_decay(keys.sums, chunk, first, end - 1, columns, UNITS, DOT)
         k = operand(load_values(keys.writes, chunk, f, FW, 2 * W), DOT)
-        s = add_written(s, load_values(u, chunk, e, E, BE), k, decay, DOT)
+        s = add_written(s, load_values(u, chunk, e, E, BE), k, decay, rows < end, DOT)
 
 
 @triton.jit(do_not_specialize=["n", "g", "group", "chunks"])
@@ -162,11 +167,12 @@ def delta_dv_kernel(
         rows = first + tl.arange(0, C)
         chunk = Chunk(batch, kv_head, rows, rows < end)
         store_chunk_state(STATES, (batch * g + kv_head) * chunks + segment, t, e, f, E, FW)
-        decay = load_row_decay(keys.sums, chunk, first, end - 1, columns, UNITS, DOT)
+        decay = None
+        if keys.sums.rest.pointer is not None:
+            decay = load_row_decay(keys.sums, chunk, first, end - 1, columns, UNITS, DOT)
         k = operand(load_values(keys.writes, chunk, f, FW, 2 * W), DOT)
-        d = read(k, t, decay.to_end, DOT)
-        if decay.over_chunk is not None:
-            t = decay_state(t, decay.over_chunk)
+        d = to_end(read(k, t, DOT), decay)
+        t = over_chunk(t, decay)
         if dout.pointer is not None:
             for r in range(group):
                 queries = Chunk(batch, kv_head * group + r, rows, rows < end)
@@ -175,14 +181,14 @@ def delta_dv_kernel(
                 scores = operand(load_values(keys.scores, queries, i, C, C), DOT)
                 d = dot(tl.trans(scores), operand(d_outputs, DOT), d, DOT)
                 x = operand(load_values(q, queries, f, FW, 2 * W), DOT)
-                t = dot(tl.trans(operand(times(d_outputs, decay.from_start), DOT)), x, t, DOT)
+                t = dot(tl.trans(operand(from_start(d_outputs, decay), DOT)), x, t, DOT)
         if keys.erase.pointer is not None:
             inverse = tl.trans(load_values(keys.inverse, chunk, i, C, C))
             d = precise_dot(inverse, d, tl.zeros([C, BE], tl.float32), DOT)
             erased = -load_per_token(keys.erase, chunk).to(tl.float32)[:, None] * d
             if UNITS:
                 k = operand(load_values(keys.reads, chunk, f, FW, 2 * W), DOT)
-            t = dot(tl.trans(operand(times(erased, decay.from_start), DOT)), k, t, DOT)
+            t = dot(tl.trans(operand(from_start(erased, decay), DOT)), k, t, DOT)
         store_values(du, d, chunk, e, E, BE)
         d = tl.where(seen(keys.mask, chunk, n).inside[:, None], d, 0.0)
         if keys.write.pointer is not None:
@@ -200,21 +206,20 @@ def delta_dv_kernel(
 
 @triton.jit
 def add_pairs(
-    dx, dk, da, weights, x, k, sums, D, chunk, first, last, columns, UNITS: tl.constexpr, DOT: tl.constexpr
+    dx, dk, da, weights, x, k, sums, decay, chunk, first, last, columns, UNITS: tl.constexpr, DOT: tl.constexpr
 ):  # fmt: skip
     """Adds to dx, dk and da what the pairs of a reader x_i and an earlier writer k_j contribute.
 
-    weights (C, C): the gradients of their products, which count for i > j. da: as in add_terms. D: the exponents of the
-    chunk's decay; None: no decay.
+    weights (C, C): the gradients of their products, which count for i > j. da: as in add_terms. decay: a UnitDecay or
+    None.
     """
     C: tl.constexpr = x.shape[0]
     i, j, zero = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.zeros([C, x.shape[1]], tl.float32)
     if UNITS:
         weights = operand(weights, DOT)
         for level in range(levels(C)):
-            factor, is_query = halving(sums, D, chunk, first, last, columns, level, DOT)
-            of_block = in_one_block(i, j, level) & is_query & ((j >> level) % 2 == 0)
-            w = tl.where(of_block, weights, 0.0).to(weights.dtype)
+            factor, is_query = halving(sums, decay.D, chunk, first, last, columns, level, DOT)
+            w = tl.where(between_halves(i, j, level), weights, 0.0).to(weights.dtype)
             of_x = factor * dot(w, operand(tl.where(is_query, 0.0, k * factor), DOT), zero, DOT)
             of_k = factor * dot(tl.trans(w), operand(tl.where(is_query, x * factor, 0.0), DOT), zero, DOT)
             dx, dk = dx + of_x, dk + of_k
@@ -222,10 +227,10 @@ def add_pairs(
             between = ((i >> level) == (j >> level)) & tl.where(is_query, j >= i, j < i)
             da = add_rows_where(between, x * of_x + k * of_k, da, DOT)
     else:
-        if D is not None:
-            weights *= score_decay(D, DOT)
+        if decay is not None:
+            weights *= score_decay(decay.D, DOT)
         weights = tl.where(i > j, weights, 0.0)
-        if D is not None:
+        if decay is not None:
             pairs = weights * dot_rows(operand(x, DOT), operand(k, DOT), DOT)
             later = add_rows_where(j >= i, pairs, tl.zeros([C, C], tl.float32), DOT)
             da += tl.sum(tl.where(j < i, later, 0.0), 1)
@@ -247,38 +252,22 @@ def add_terms(da, terms, READERS: tl.constexpr, UNITS: tl.constexpr, DOT: tl.con
     if UNITS:
         return add_rows_where((j >= i) if READERS else (j < i), terms, da, DOT)
     else:
-        return da + tl.sum(tl.where((j >= i) if READERS else (j < i), tl.sum(terms, 1)[None, :], 0.0), 1)
+        of_token = tl.sum(rounded_products(terms), 1)[None, :]
+        return da + tl.sum(tl.where((j >= i) if READERS else (j < i), of_token, 0.0), 1)
 
 
 @triton.jit
 def store_units(D_LOG, log, da, chunk, token, w0, PAIRS: tl.constexpr):
     """Stores the gradient of log decay per unit: a pair that turns has the sum of its two features."""
-    UNITS: tl.constexpr = PAIRS.F - PAIRS.P
     first, second = members(da)
-    pairs = w0 + tl.arange(0, PAIRS.W)
-    if PAIRS.INTERLEAVED:
-        f1, f2 = 2 * pairs, 2 * pairs + 1
-    else:
-        f1, f2 = half_layout_offsets(pairs, PAIRS.F, PAIRS.P)
-    turns = pairs < PAIRS.P
-    store_unit(
-        D_LOG, log, tl.where(turns[None, :], first + second, first), chunk, token, tl.where(turns, pairs, f1 - PAIRS.P),
-        UNITS,
-    )  # fmt: skip
-    store_unit(D_LOG, log, second, chunk, token, tl.where(turns, UNITS, f2 - PAIRS.P), UNITS)
-
-
-@triton.jit
-def store_unit(D_LOG, log, d, chunk, token, unit, UNITS: tl.constexpr):
-    inside = chunk.inside[:, None] & (unit < UNITS)[None, :]
+    i, columns = 2 * w0 + tl.arange(0, 2 * PAIRS.W), unit_columns(w0, True, PAIRS)
+    turns = i // 2 < PAIRS.P
+    d = tl.where(turns[None, :], side_by_side(first + second, first + second), da)
+    inside = chunk.inside[:, None] & ((i < PAIRS.F) & (~turns | (i % 2 == 0)))[None, :]
     LOG = log.pointer + (chunk.batch * log.strides[0] + chunk.head * log.strides[2])
-    a = tl.load(
-        LOG + chunk.rows[:, None].to(tl.int64) * log.strides[1] + unit[None, :] * log.strides[3],
-        mask=inside,
-        other=0,
-    )
-    d = tl.where(a < MIN_LOG_DECAY, 0.0, d)  # lower gates are clamped to it
-    tl.store(D_LOG + token[:, None] * UNITS + unit[None, :], d, mask=inside)
+    LOG += chunk.rows[:, None].to(tl.int64) * log.strides[1] + columns[None, :] * log.strides[3]
+    d = tl.where(tl.load(LOG, mask=inside, other=0) < MIN_LOG_DECAY, 0.0, d)  # lower gates are clamped to it
+    tl.store(D_LOG + token[:, None] * (PAIRS.F - PAIRS.P) + columns[None, :], d, mask=inside)
 
 
 class Results(NamedTuple):
@@ -309,7 +298,7 @@ def delta_dqk_kernel(
     BLOCKS: tl.constexpr = (FW // 2 + W - 1) // W
     ERASE: tl.constexpr = keys.erase.pointer is not None
     ANGLES: tl.constexpr = results.angles is not None
-    DECAYS: tl.constexpr = keys.sums.rest is not None
+    DECAYS: tl.constexpr = keys.sums.rest.pointer is not None
     block, segment, bg = program_of(BLOCKS, chunks)
     batch, kv_head, state_index = (
         (bg // g).to(tl.int64),
@@ -322,7 +311,7 @@ def delta_dqk_kernel(
     rows, f, columns = first + tl.arange(0, C), 2 * w0 + tl.arange(0, 2 * W), unit_columns(w0, UNITS, PAIRS)
     chunk, token = Chunk(batch, kv_head, rows, rows < end), (batch * n + rows) * g + kv_head
     k = load_values(keys.k, chunk, f, FW, 2 * W).to(tl.float32)
-    decay = load_unit_decay(keys.sums, chunk, first, last, columns, DOT)
+    decay = load_unit_decay(keys.sums, chunk, first, last, columns, DOT) if DECAYS else None
     # What the states before and after the chunk contribute
     dE, dk, product = (
         tl.zeros([C, 2 * W], tl.float32),
@@ -342,17 +331,17 @@ def delta_dqk_kernel(
             d = operand(-load_values(du, chunk, e, E, BE).to(tl.float32), DOT)
             dE = dot(d, operand(s, DOT), dE, DOT)
             weights = dot(d, tl.trans(u_e), weights, DOT)
-    dk = times(dk, decay.to_end)
+    dk = to_end(dk, decay)
     turned, of_own = tl.zeros([C, W], tl.float32), tl.zeros([C, 2 * W], tl.float32)
     if DECAYS:
         da = add_terms(da, k * dk, False, UNITS, DOT)
     if ERASE:
         b = load_per_token(keys.erase, chunk).to(tl.float32)[:, None]
-        dE = times(dE, decay.from_start)
+        dE = from_start(dE, decay)
         if DECAYS:
             da = add_terms(da, b * k * dE, True, UNITS, DOT)
         dE, dk, da = add_pairs(
-            dE, dk, da, weights, b * k, k, keys.sums, decay.D, chunk, first, last, columns, UNITS, DOT
+            dE, dk, da, weights, b * k, k, keys.sums, decay, chunk, first, last, columns, UNITS, DOT
         )
         tl.store(results.erase + token * BLOCKS + block, sum_of_products(k, dE, 1), mask=chunk.inside)
         if ANGLES:
@@ -370,12 +359,12 @@ def delta_dqk_kernel(
                 d = operand(load_values(dout, queries, e, E, BE), DOT)
                 dx = dot(d, operand(load_chunk_state(STATES, state_index, e, f, E, FW), DOT), dx, DOT)
                 weights = dot(d, tl.trans(operand(load_values(u, chunk, e, E, BE), DOT)), weights, DOT)
-            dx = times(dx, decay.from_start)
+            dx = from_start(dx, decay)
             if DECAYS:
                 da = add_terms(da, x * dx, True, UNITS, DOT)
             own = tl.sum(tl.where(i == j, weights, 0.0), 1)[:, None]
             dx, dk, da = add_pairs(
-                dx, dk, da, weights, x, k, keys.sums, decay.D, chunk, first, last, columns, UNITS, DOT
+                dx, dk, da, weights, x, k, keys.sums, decay, chunk, first, last, columns, UNITS, DOT
             )
             if ANGLES:
                 turned += angle_gradients(x, dx)
@@ -389,7 +378,7 @@ def delta_dqk_kernel(
         dk += of_own
     store_values(results.k, dk, chunk, f, FW, 2 * W)
     if DECAYS:
-        products = decay_state(product[None, :], decay.over_chunk)
+        products = over_chunk(product[None, :], decay)
         if UNITS:
             store_units(results.log_decay, log, da + products, chunk, token, w0, PAIRS)
         else:
@@ -425,7 +414,7 @@ def delta_bwd(
         n, g, call.group, number,
     )  # fmt: skip
     pair_blocks = -(-(width // 2) // delta_tile(call, "delta_dqk").pairs)
-    log, dq_hat = call.log_decay, None if call.q is None else new(g * call.group, width, dtype=dtype)
+    log, dq_hat = call.log_decay, None if d_out is None else new(g * call.group, width, dtype=dtype)
     results = Results(
         rows_of(dq_hat),
         rows_of(dk_hat := new(g, width, dtype=dtype)),
@@ -437,8 +426,11 @@ def delta_bwd(
         call, delta_dqk_kernel, "delta_dqk", b * g * number, q, keys, rows_of_units(log), u, rows_of(du),
         d_out_rows, states, d_states, results, n, g, call.group, number,
     )  # fmt: skip
+    dq = None if call.q is None else torch.zeros_like(call.q)  # if only the last state has a gradient
+    if dq_hat is not None:
+        dq = d_features(call, call.q, tables[0], dq_hat, False)
     return Gradients(
-        None if dq_hat is None else d_features(call, call.q, tables[0], dq_hat, False),
+        dq,
         d_features(call, call.k, tables[1], dk_hat, True),
         dv, d_start, results.log_decay, d_write, results.erase, results.angles,
     )  # fmt: skip

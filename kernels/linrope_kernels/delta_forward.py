@@ -20,7 +20,7 @@ from torch import Tensor
 
 from linrope_kernels.angles import Phases, make_tables
 from linrope_kernels.chunk_scores import chunks_of
-from linrope_kernels.decay import decay_state, load_per_token
+from linrope_kernels.decay import load_per_token
 from linrope_kernels.launch import (
     NO_STATE,
     State,
@@ -44,8 +44,8 @@ from linrope_kernels.memory import (
     store_values,
     store_z,
 )
-from linrope_kernels.pieces import dot, operand, precise_dot
-from linrope_kernels.unit_decay import load_row_decay, times, unit_columns
+from linrope_kernels.pieces import dot, fenced, operand, precise_dot
+from linrope_kernels.unit_decay import from_start, load_row_decay, over_chunk, to_end, unit_columns
 
 
 @triton.jit
@@ -62,23 +62,21 @@ def chunks_of_sequence(FIRST_SPANS, sequence, chunks):
 def values_written(keys, v, chunk, n, e, E: tl.constexpr, BE: tl.constexpr):
     """w V (C, BE) in float32, 0 for masked tokens."""
     visible = seen(keys.mask, chunk, n)
-    values = load_values(v, visible, e, E, BE).to(tl.float32)
+    values = fenced(load_values(v, visible, e, E, BE), visible.inside).to(tl.float32)
     return values if keys.write.pointer is None else values * load_write(keys.write, visible)[:, None]
 
 
 @triton.jit
-def read(x, s, factor, DOT: tl.constexpr):
-    """factor X S (C, BE), for features X (C, 2 W), an operand, and S^T (BE, 2 W)."""
-    product = tl.zeros([x.shape[0], s.shape[0]], tl.float32)
-    return times(dot(x, tl.trans(operand(s, DOT)), product, DOT), factor)
+def read(x, s, DOT: tl.constexpr):
+    """X S (C, BE), for features X (C, 2 W), an operand, and S^T (BE, 2 W)."""
+    return dot(x, tl.trans(operand(s, DOT)), tl.zeros([x.shape[0], s.shape[0]], tl.float32), DOT)
 
 
 @triton.jit
-def add_written(s, u, k, decay, DOT: tl.constexpr):
+def add_written(s, u, k, decay, inside, DOT: tl.constexpr):
     """S^T after the chunk: e^(D_end) S^T + (e^(D_end - D) U)^T K. u: float32; k: an operand."""
-    if decay.over_chunk is not None:
-        s = decay_state(s, decay.over_chunk)
-    return dot(tl.trans(operand(times(u, decay.to_end), DOT)), k, s, DOT)
+    k = fenced(k, inside)
+    return dot(tl.trans(operand(to_end(u, decay), DOT)), k, over_chunk(s, decay), DOT)
 
 
 @triton.jit(do_not_specialize=["n", "g", "group", "chunks"])
@@ -108,25 +106,29 @@ def delta_fwd_kernel(
         first, end, _ = segment_span(keys.spans, segment, C, n)
         rows = first + tl.arange(0, C)
         chunk = Chunk(batch, kv_head, rows, rows < end)
-        decay = load_row_decay(keys.sums, chunk, first, end - 1, columns, UNITS, DOT)
+        decay = None
+        if keys.sums.rest.pointer is not None:
+            decay = load_row_decay(keys.sums, chunk, first, end - 1, columns, UNITS, DOT)
         k = operand(load_values(keys.reads, chunk, f, FW, 2 * W), DOT)
         values = values_written(keys, v, chunk, n, e, E, BE)
         if keys.erase.pointer is not None:
             b = load_per_token(keys.erase, chunk).to(tl.float32)[:, None]
             inverse = load_values(keys.inverse, chunk, tl.arange(0, C), C, C)
-            lacking = values - b * read(k, s, decay.from_start, DOT)
+            lacking = values - b * from_start(read(k, s, DOT), decay)
             values = precise_dot(inverse, lacking, tl.zeros([C, BE], tl.float32), DOT)
         if u.pointer is not None:
             store_values(u, values, chunk, e, E, BE)
         if q.pointer is not None:
             for r in range(group):
                 queries = Chunk(batch, kv_head * group + r, rows, rows < end)
-                num = read(operand(load_values(q, queries, f, FW, 2 * W), DOT), s, decay.from_start, DOT)
+                phi_hat = fenced(operand(load_values(q, queries, f, FW, 2 * W), DOT), rows < end)
+                num = from_start(read(phi_hat, s, DOT), decay)
                 scores = operand(load_values(keys.scores, queries, tl.arange(0, C), C, C), DOT)
-                store_values(out, dot(scores, operand(values, DOT), num, DOT), queries, e, E, BE)
+                num = dot(fenced(scores, rows < end), operand(values, DOT), num, DOT)
+                store_values(out, num, queries, e, E, BE)
         if UNITS:
             k = operand(load_values(keys.writes, chunk, f, FW, 2 * W), DOT)
-        s = add_written(s, values, k, decay, DOT)
+        s = add_written(s, values, k, decay, rows < end, DOT)
     if last_state[0] is not None:
         store_state(last_state, index, s, features, e, F, E)
         if block == 0:

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linrope_kernels.decay import load_per_token
+from linrope_kernels.launch import delta_precision
 from linrope_kernels.memory import (
     Chunk,
     Pairs,
-    Rows,
     broadcast_rows,
     load_features,
     load_rotation,
@@ -28,7 +29,15 @@ from linrope_kernels.memory import (
     store_features,
     store_values,
 )
-from linrope_kernels.pieces import feature_map, inverse_length, rotate, rotate_back, slope, sum_of_products
+from linrope_kernels.pieces import (
+    feature_map,
+    inverse_length,
+    operand,
+    rotate,
+    rotate_back,
+    slope,
+    sum_of_products,
+)
 from linrope_kernels.start import start_kernel
 from linrope_kernels.tiles import power_of_two_from_16
 
@@ -55,9 +64,11 @@ def features_fwd_kernel(
     table,  # Rows of cos and sin, as in Tokens
     MASK,  # (b, n) bool: the tokens whose features are not 0; None: all
     y,  # Rows (b, n, heads value_group, f): R phi(x)
+    erase,  # Rows (b or 1, n, g or 1): b; None: not wanted
+    ERASE,  # (b, n, g) float32: b / max(1, |R phi(x)|^2), so that rounded keys of length 1 erase no more than b
     n, heads, value_group, group,
     F: tl.constexpr, P: tl.constexpr, MAP: tl.constexpr, INTERLEAVED: tl.constexpr, LENGTH: tl.constexpr,
-    C: tl.constexpr, W: tl.constexpr,
+    DOT: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """One program per block of tokens and head of y. LENGTH: under the map "unit" that of features; 0: another map."""
     PAIRS: tl.constexpr = Pairs(F, P, INTERLEAVED, W)
@@ -66,7 +77,12 @@ def features_fwd_kernel(
     if LENGTH > 0:
         phi *= LENGTH * inverse_length(phi)
     phi_hat = rotate(phi, load_rotation(table, Chunk(batch, head // group, rows, inside), 0, PAIRS), P)
-    store_values(y, phi_hat, Chunk(batch, head, rows, inside), tl.arange(0, 2 * W), (F + 1) // 2 * 2, 2 * W)
+    chunk, phi_hat = Chunk(batch, head, rows, inside), operand(phi_hat, DOT)
+    store_values(y, phi_hat, chunk, tl.arange(0, 2 * W), (F + 1) // 2 * 2, 2 * W)
+    if ERASE is not None:
+        length = sum_of_products(phi_hat.to(tl.float32), phi_hat.to(tl.float32), 1)
+        b = load_per_token(erase, chunk).to(tl.float32) / tl.maximum(length, 1.0)
+        tl.store(ERASE + (batch * n + rows) * heads * value_group + head, b, mask=inside)
 
 
 @triton.jit(do_not_specialize=["n", "heads", "value_group", "group"])
@@ -97,11 +113,38 @@ def features_bwd_kernel(
     store_features(dx, d, chunk, 0, PAIRS)
 
 
-def features(call: Any, x: Tensor, table: Tensor | None, dtype: torch.dtype, keys: bool) -> Tensor:
-    """R phi(x) for q or k of every value head, (b, n, heads, f) with f rounded up to an even number."""
-    (b, n, heads, f) = x.shape
+def features(call: Any, x: Tensor, table: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """R phi(q) of every value head, (b, n, heads, f) with f rounded up to an even number."""
+    return _features(call, x, table, dtype, False, None)
+
+
+def features_of_keys(call: Any, table: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """R psi(k), likewise, and b, by which these features erase."""
+    erase = call.erase
+    if erase is not None and call.unit:
+        erase = call.v.new_empty(call.v.shape[:3], dtype=torch.float32)
+        return _features(call, call.k, table, dtype, True, erase), erase
+    return _features(call, call.k, table, dtype, True, None), erase
+
+
+def _features(
+    call: Any, x: Tensor, table: Tensor | None, dtype: torch.dtype, keys: bool, erase: Tensor | None
+) -> Tensor:
+    b, n, heads, f = x.shape
     hat = x.new_empty(b, n, heads * call.value_group, -(-f // 2) * 2, dtype=dtype)
-    _start(features_fwd_kernel, call, x, table, keys, hat.shape[2], rows_of(hat))
+    rows = broadcast_rows(None if erase is None else call.erase, 3)
+    _start(
+        features_fwd_kernel,
+        call,
+        x,
+        table,
+        keys,
+        hat.shape[2],
+        rows_of(hat),
+        rows,
+        erase,
+        DOT=delta_precision(call),
+    )
     return hat
 
 
@@ -113,8 +156,9 @@ def d_features(call: Any, x: Tensor, table: Tensor | None, d_hat: Tensor, keys: 
 
 
 def _start(
-    kernel: Any, call: Any, x: Tensor, table: Tensor | None, keys: bool, heads_of_programs: int, *others: Rows
-) -> None:
+    kernel: Any, call: Any, x: Tensor, table: Tensor | None, keys: bool, heads_of_programs: int, *others: Any,
+    **constants: Any,
+) -> None:  # fmt: skip
     """Starts a kernel of this module. keys: x is k, whose features have length 1 under the map "unit"."""
     (b, n, heads, f), chunk = x.shape, 16
     mask = call.key_mask.contiguous() if keys and call.key_mask is not None else None
@@ -123,4 +167,5 @@ def _start(
         n, heads, call.value_group, 1 if keys else call.group,
         F=f, P=call.pairs, MAP=call.feature_map, INTERLEAVED=not call.pairs or call.layout == "interleaved",
         LENGTH=1.0 if keys and call.unit else float(call.unit), C=chunk, W=power_of_two_from_16((f + 1) // 2),
+        **constants,
     )  # fmt: skip

@@ -10,6 +10,9 @@ import triton.language as tl
 
 from linrope_kernels.decay import decay_state
 
+# See through_registers
+NO_FENCES = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
+
 
 @triton.jit
 def exp_up_to_0(x):
@@ -210,6 +213,15 @@ def through_registers(x, row_mask):
     fence.proxy.async in between, if the product's other operand is another such copy or constant in the loop.
     """
     return tl.where(row_mask[:, None], x, 0.0)
+
+
+@triton.jit
+def fenced(x, row_mask):
+    """x (C, ..), a copy for a product whose other operand is a copy too, or none that the loop writes to memory."""
+    if NO_FENCES:
+        return through_registers(x, row_mask)
+    else:
+        return x
 
 
 @triton.jit

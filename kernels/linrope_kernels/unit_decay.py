@@ -16,9 +16,16 @@ import torch
 import triton
 import triton.language as tl
 
-from linrope_kernels.decay import MIN_LOG_DECAY, decay_tile, expm1, exponent, power
+from linrope_kernels.decay import MIN_LOG_DECAY, decay_state, decay_tile, expm1, exponent, power
 from linrope_kernels.launch import delta_precision
-from linrope_kernels.memory import half_layout_offsets, rows_of_units, segment_span, strides_of
+from linrope_kernels.memory import (
+    Rows,
+    broadcast_rows,
+    half_layout_offsets,
+    rows_of,
+    rows_of_units,
+    segment_span,
+)
 from linrope_kernels.segments import Segments
 from linrope_kernels.start import start_kernel
 from linrope_kernels.tiles import power_of_two
@@ -27,9 +34,8 @@ from linrope_kernels.tiles import power_of_two
 class Sums(NamedTuple):
     """D of every token, (b or 1, n, g or 1, units) as an exponent of two; units: 1 if all features decay alike."""
 
-    whole: Any  # int32; None: all of it is in rest
-    rest: Any  # float32; None: no decay
-    strides: Any
+    rest: Rows  # float32; None: no decay
+    whole: Rows  # int32; None: all of it is in rest
 
 
 @triton.jit(do_not_specialize=["n", "segments"])
@@ -57,25 +63,25 @@ def sum_decay_kernel(
         least: tl.constexpr = -111.0 if DOT == "bf16" else MIN_LOG_DECAY  # as in load_decay
         D = exponent(tl.cumsum(tl.where(a < least, least, a), 0), DOT)
         at = ((batch * n + rows) * heads + head)[:, None] * UNITS + units[None, :]
-        tl.store(sums.rest + at, D[1], mask=inside)
-        if sums.whole is not None:
-            tl.store(sums.whole + at, D[0], mask=inside)
+        tl.store(sums.rest.pointer + at, D[1], mask=inside)
+        if sums.whole.pointer is not None:
+            tl.store(sums.whole.pointer + at, D[0], mask=inside)
 
 
 def sums_of_decay(call: Any, segments: Segments) -> Sums:
     """D of a call whose chunks are these segments."""
     log = call.log_decay
     if log is None:
-        return Sums(None, None, (0,) * 4)
+        return Sums(rows_of(None), rows_of(None))
     dot, (b, n, heads, *units) = delta_precision(call), log.shape
     rest = log.new_empty(b, n, heads, *(units or [1]), dtype=torch.float32)
     whole = None if dot == "bf16" else rest.new_empty(rest.shape, dtype=torch.int32)
     start_kernel(
-        sum_decay_kernel, b * heads * segments.number, rows_of_units(log), Sums(whole, rest, (0,) * 4),
+        sum_decay_kernel, b * heads * segments.number, rows_of_units(log), Sums(rows_of(rest), rows_of(whole)),
         segments.spans, n, heads, segments.number,
         UNITS=rest.shape[3], DOT=dot, C=segments.length, B=min(32, power_of_two(rest.shape[3])),
     )  # fmt: skip
-    return Sums(whole, rest, strides_of(rest, 4))
+    return Sums(broadcast_rows(rest, 4), broadcast_rows(whole, 4))
 
 
 @triton.jit
@@ -96,13 +102,14 @@ def unit_columns(w0, UNITS: tl.constexpr, PAIRS: tl.constexpr):
 @triton.jit
 def load_exponents(sums, chunk, first, rows, columns):
     """D of these rows, counted from token ``first``, and columns, as an exponent of two."""
-    base = chunk.batch * sums.strides[0] + chunk.head * sums.strides[2] + first.to(tl.int64) * sums.strides[1]
-    at = rows[:, None] * sums.strides[1] + columns[None, :] * sums.strides[3]
-    rest = tl.load(sums.rest + base + at)
-    if sums.whole is None:
+    strides = sums.rest.strides
+    base = chunk.batch * strides[0] + chunk.head * strides[2] + first.to(tl.int64) * strides[1]
+    at = rows[:, None] * strides[1] + columns[None, :]
+    rest = tl.load(sums.rest.pointer + base + at)
+    if sums.whole.pointer is None:
         return rest, rest
     else:
-        return tl.load(sums.whole + base + at), rest
+        return tl.load(sums.whole.pointer + base + at), rest
 
 
 @triton.jit
@@ -122,14 +129,10 @@ class UnitDecay(NamedTuple):
 
 @triton.jit
 def load_unit_decay(sums, chunk, first, last, columns, DOT: tl.constexpr):
-    """A UnitDecay, all None without decay."""
-    if sums.rest is None:
-        return UnitDecay(None, None, None, None)
-    else:
-        D = load_chunk_exponents(sums, chunk, first, last, columns, chunk.rows.shape[0])
-        D_end = load_exponents(sums, chunk, last, tl.arange(0, 1), columns)
-        start = power(D, (0, 0), DOT)
-        return UnitDecay(D, start, power(D_end, D, DOT), factor_of_exponent(D_end, DOT))
+    D = load_chunk_exponents(sums, chunk, first, last, columns, chunk.rows.shape[0])
+    D_end = load_exponents(sums, chunk, last, tl.arange(0, 1), columns)
+    start = power(D, (0, 0), DOT)
+    return UnitDecay(D, start, power(D_end, D, DOT), factor_of_exponent(D_end, DOT))
 
 
 @triton.jit
@@ -137,9 +140,27 @@ def load_row_decay(sums, chunk, first, last, columns, UNITS: tl.constexpr, DOT: 
     """A UnitDecay for tiles of values. Per unit the features have the factors already: only over_chunk is left."""
     if UNITS:
         D_end = load_exponents(sums, chunk, last, tl.arange(0, 1), columns)
-        return UnitDecay(None, None, None, factor_of_exponent(D_end, DOT))
+        return UnitDecay(D_end, 1.0, 1.0, factor_of_exponent(D_end, DOT))
     else:
         return load_unit_decay(sums, chunk, first, last, columns, DOT)
+
+
+@triton.jit
+def from_start(x, decay):
+    """e^(D_i) x_i. decay: None for none."""
+    return x if decay is None else x * decay.from_start
+
+
+@triton.jit
+def to_end(x, decay):
+    """e^(D_end - D_i) x_i."""
+    return x if decay is None else x * decay.to_end
+
+
+@triton.jit
+def over_chunk(s, decay):
+    """A state's tile after the chunk's decay."""
+    return s if decay is None else decay_state(s, decay.over_chunk)
 
 
 @triton.jit
@@ -147,12 +168,6 @@ def score_decay(D, DOT: tl.constexpr):
     """e^(D_i - D_j) (C, C) of queries i and keys j, for D (C, 1) if all features decay alike."""
     C: tl.constexpr = D[0].shape[0]
     return decay_tile((tl.reshape(D[0], [C]), tl.reshape(D[1], [C])), DOT, False)
-
-
-@triton.jit
-def times(x, factor):
-    """x times a factor that may be None, for 1."""
-    return x if factor is None else x * factor
 
 
 @triton.jit
@@ -179,6 +194,6 @@ def halving(sums, D, chunk, first, last, columns, level, DOT: tl.constexpr):
 
 
 @triton.jit
-def in_one_block(i, j, level):
-    """True if a query i and a key j (of tokens in their own halves) are in the same block of two halves."""
-    return (i >> level + 1) == (j >> level + 1)
+def between_halves(i, j, level):
+    """True for a query i in a right half of 2^level tokens, and a key j in the left half before it."""
+    return ((i >> level) == (j >> level) + 1) & ((i >> level) % 2 == 1)

@@ -210,6 +210,22 @@ def test_dtypes_may_differ(dtype: torch.dtype, dtype_of_erase: torch.dtype, back
     assert data["erase"].grad.dtype == dtype_of_erase
 
 
+@computing_float32
+def test_a_loss_on_the_state_alone(backend: str) -> None:
+    qkv, data = tokens()
+    leaves = [x.float().requires_grad_() for x in qkv]
+    narrow = {name: x.float() for name, x in data.items()}
+    _, state = call((leaves, narrow), backend)
+    dq, dk, dv = torch.autograd.grad(state.kv.square().sum(), leaves, allow_unused=True)
+    _, exact = call(
+        ([x.double() for x in leaves], {name: x.double() for name, x in narrow.items()}), "reference"
+    )
+    expected = torch.autograd.grad(exact.kv.square().sum(), leaves[1:])
+    assert dq is None or dq.abs().max() == 0
+    for found, x in zip((dk, dv), expected, strict=True):
+        assert (found - x).abs().max() <= 1e-5 * x.abs().max()
+
+
 @computing
 def test_second_derivatives(backend: str) -> None:
     (q, k, v), data = part(tokens(1), slice(4))

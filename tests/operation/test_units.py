@@ -171,10 +171,20 @@ def test_left_padding_is_as_if_absent(erase: bool, backend: str) -> None:
     assert padded["dlog_decay"][:, :pad].abs().max() == 0
 
 
-@computing
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_triton_s_tiles_share_the_units(layout: str) -> None:
+    q, k, v = (x.float() for x in randoms(1, 20, 1, 40, e=4))
+    how: dict[str, Any] = {"rotary": Rotary(40, rotary_dim=8, layout=layout), "normalize": False}
+    how["log_decay"] = gates("kda", 1, 20, 1, 36).float()
+    found, expected = (everything(q, k, v, **how, backend=backend) for backend in ("triton", "eager"))
+    assert_same(found, {name: x.to(found[name].dtype) for name, x in expected.items()}, 1e-5)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 def test_a_gate_that_is_not_a_number_shows_from_its_token_on(backend: str) -> None:
     qkv, how = problem("kda", "interleaved", erase=False)
     how["log_decay"][0, 40, 0, 1] = torch.nan
+    qkv = [x.float() for x in qkv] if backend == "triton" else qkv
     out = linear_rope_attention(*qkv, **how, backend=backend).unflatten(2, (G, -1))
     assert out[0, 40:, 0].isnan().all()
     assert out[0, :40].isfinite().all()

@@ -66,7 +66,7 @@ def remainder(x: Array, y: Array) -> Array:
 
 
 simple("add", f"{INTEGERS} {FLOATS} rn ftz", np.add)
-simple("sub", f"{INTEGERS} {FLOATS} rn ftz", np.subtract)
+simple("sub", f"{INTEGERS} {FLOATS} bf16x2 rn ftz", np.subtract)
 simple("fma", f"{FLOATS} rn ftz", fused)
 simple("neg", f"s16 s32 s64 {FLOATS} ftz", np.negative)
 simple("abs", f"s32 s64 {FLOATS} ftz", np.abs)

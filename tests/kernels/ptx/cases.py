@@ -150,6 +150,12 @@ def erase(p: Problem) -> dict[str, Any]:
     return {"erase": share, "feature_map": None, "normalize": False}
 
 
+def one_key(p: Problem) -> dict[str, Any]:
+    """Of length 1 and twice erased: rounded to a larger length, it would make the state grow."""
+    p.k = p.k[:, :1].expand_as(p.k).clone()
+    return {"erase": torch.full(p.k.shape[:3], 2.0), "feature_map": "unit", "normalize": False}
+
+
 def undivided_gates(p: Problem) -> dict[str, Any]:
     return {name: x for name, x in gates(p).items() if name != "eps_mode"}
 
@@ -204,6 +210,7 @@ CASES = {
     "erase alone": Case(join(plain, erase), before=33, h=1, less=(16, 24), **DELTA),
     "erase, state alone": Case(join(half, erase, mask), n=100, g=2, kind="state", **DELTA),
     "erase, steps": Case(join(undivided_gates, erase, write), b=2, n=5, h=4, g=2, kind="step", **DELTA),
+    "erase, one key": Case(one_key, n=1024, g=2, kind="state"),
     "decay per unit": Case(join(mapped("silu", normalize=False), units_of_both_kinds), before=33, sizes=ALL),
     "decay per unit, divided": Case(join(units_of_both_kinds, mask, write), n=100, before=20, **GROUPED),
     "raw steps": Case(raw, b=2, n=5, h=4, g=2, kind="step", less=(16, 24)),

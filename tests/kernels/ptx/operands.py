@@ -115,7 +115,17 @@ def registers(operand: Operand) -> tuple[Operand, ...]:
 
 
 def elementwise(f: Callable[..., Array], kind: str) -> Builder:
-    """A builder for d = f(a, b, ..), all of one type."""
+    """A builder for d = f(a, b, ..), all of one type; bf16x2 are two numbers of a register."""
+
+    def halves(bits: Array) -> Array:
+        return from_bf16(np.ascontiguousarray(bits).view(np.uint16).reshape(-1, 2))
+
+    def of_two(instruction: Instruction) -> Run:
+        write = target(instruction.operands[0])
+        reads = [source(x, "b32") for x in instruction.operands[1:]]
+        return lambda m, mask: write(
+            m, to_bf16(f(*[halves(read(m)) for read in reads])).view(np.uint32)[:, 0], mask
+        )
 
     def builder(instruction: Instruction) -> Run:
         write = target(instruction.operands[0])
@@ -128,7 +138,7 @@ def elementwise(f: Callable[..., Array], kind: str) -> Builder:
 
         return run
 
-    return builder
+    return of_two if kind == "bf16x2" else builder
 
 
 def from_bf16(bits: Array) -> Array:
