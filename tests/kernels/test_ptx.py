@@ -58,6 +58,8 @@ FORMER_FAULTS = {
     # The same two faults in the delta rule's kernels: du of few values per program, and the inverse and S T
     "no copy is written over what the matrix unit reads of the delta rule": (90, "bf16", 256, "erase"),
     "all threads that hold a sum of the delta rule hold the same bits": (90, "fp16", 16, "erase"),
+    # Rounded to a length above 1, a key that is erased twice made the state grow.
+    "a repeated key does not make the state grow": (90, "bf16", 64, "erase, one key"),
 }
 
 

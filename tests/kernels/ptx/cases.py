@@ -26,7 +26,7 @@ class Case:
     before: int = 0
     segments: bool = False  # few heads: a sequence is cut into three
     less: tuple[int, int] = (0, 0)  # taken from the sizes of heads and of values
-    kind: str = "attend"  # "step": token by token; "state": the last state alone
+    kind: str = "attend"  # "step": token by token; "state", "output": the last state or the output alone
     sizes: tuple[int, ...] = (64,)
     delta: bool = False  # keys for the delta rule: of length 1, and nearly equal in every other head
 
@@ -151,8 +151,10 @@ def erase(p: Problem) -> dict[str, Any]:
 
 
 def one_key(p: Problem) -> dict[str, Any]:
-    """Of length 1 and twice erased: rounded to a larger length, it would make the state grow."""
-    p.k = p.k[:, :1].expand_as(p.k).clone()
+    """Of 300 the one that rounding makes longest: erased twice, it would make the state grow."""
+    keys = torch.randn(300, p.k.shape[3]).to(p.dtype)
+    lengths = torch.nn.functional.normalize(keys.float(), dim=-1).to(p.dtype).float().norm(dim=-1)
+    p.q = p.k = keys[lengths.argmax()].expand_as(p.k).clone()
     return {"erase": torch.full(p.k.shape[:3], 2.0), "feature_map": "unit", "normalize": False}
 
 
@@ -210,7 +212,7 @@ CASES = {
     "erase alone": Case(join(plain, erase), before=33, h=1, less=(16, 24), **DELTA),
     "erase, state alone": Case(join(half, erase, mask), n=100, g=2, kind="state", **DELTA),
     "erase, steps": Case(join(undivided_gates, erase, write), b=2, n=5, h=4, g=2, kind="step", **DELTA),
-    "erase, one key": Case(one_key, n=1024, g=2, kind="state"),
+    "erase, one key": Case(one_key, n=1536, h=1, kind="output"),
     "decay per unit": Case(join(mapped("silu", normalize=False), units_of_both_kinds), before=33, sizes=ALL),
     "decay per unit, divided": Case(join(units_of_both_kinds, mask, write), n=100, before=20, **GROUPED),
     "raw steps": Case(raw, b=2, n=5, h=4, g=2, kind="step", less=(16, 24)),

@@ -123,7 +123,15 @@ def state_alone(p: Problem) -> Ratios:
     return of_sums(p, *(x.tensors() for x in states))
 
 
-KINDS = {"attend": attend, "step": steps, "state": state_alone}
+def output_alone(p: Problem) -> Ratios:
+    outs = []
+    for wide, backend in ((False, "triton"), (True, "reference")):
+        qkv, how = p.piece(slice(None), wide, backend)
+        outs.append(linear_rope_attention(*qkv, **how))
+    return {"out": of_output(p, *outs)}
+
+
+KINDS = {"attend": attend, "output": output_alone, "step": steps, "state": state_alone}
 
 
 def usual(size: int) -> list[str]:
