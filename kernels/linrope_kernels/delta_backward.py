@@ -218,9 +218,9 @@ def delta_bwd(
         call, delta_dqk_kernel, "delta_dqk", b * g * number, q, keys, rows_of_units(log), u, rows_of(du),
         d_out_rows, states, d_states, results, n, g, call.group, number,
     )  # fmt: skip
-    dq = None if call.q is None else torch.zeros_like(call.q)  # if only the last state has a gradient
-    if dq_hat is not None:
-        dq = d_features(call, call.q, tables[0], dq_hat, False)
+    dq = None if dq_hat is None else d_features(call, call.q, tables[0], dq_hat, False)
+    if dq is None and call.q is not None:  # only the last state has a gradient
+        dq = torch.zeros_like(call.q)
     return Gradients(
         dq,
         d_features(call, call.k, tables[1], dk_hat, True),
