@@ -158,7 +158,7 @@ def rows_of(on: Machine, key: Key, found: list[Tile]) -> Iterator[Row]:
 
 
 def cases_of(on: Machine, kernel: str, size: int) -> Iterator[tuple[AttentionCase, Row]]:
-    """What a kernel's tiles are timed on."""
+    """The cases that a kernel's tiles are timed with, and what their rows say of them."""
     if kernel not in DELTA:
         full = FEW_HEADS if kernel == "states" else MANY_HEADS
         yield case_of(on, (*on.sizes(full, (1, 40, 1)), size)), {}

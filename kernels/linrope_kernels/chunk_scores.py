@@ -1,4 +1,4 @@
-"""What a chunk of the delta rule is made of, but for its values and the state: all chunks side by side.
+"""The scores and the triangular system of each chunk of the delta rule, which need neither values nor state.
 
     scores_ij = e^(D_i - D_j) <q^_i, k^_j>  (j <= i)
     L_ij      = b_i e^(D_i - D_j) <k^_i, k^_j>  (j < i)
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from linrope_kernels.angles import Tables
 from linrope_kernels.decay import load_per_token
-from linrope_kernels.features import features, features_of_keys
-from linrope_kernels.launch import cut, delta_tile, features_dtype, launch_delta
+from linrope_kernels.features import features_of_keys, features_of_queries
+from linrope_kernels.launch import cut, delta_tile, launch_delta
 from linrope_kernels.memory import (
     Chunk,
     Pairs,
@@ -48,7 +48,7 @@ from linrope_kernels.unit_decay import (
 
 
 class Keys(NamedTuple):
-    """What the delta rule's kernels read of the keys of a call."""
+    """The keys of a call as the delta rule's kernels read them, with their gates, scores and inverse."""
 
     k: Rows  # (b, n, g, f): k^ = R psi(k), as ``features`` stores it
     reads: Rows  # per unit e^D k^, by which a token reads the state before its chunk; else k^
@@ -70,17 +70,17 @@ def levels(C: int) -> int:
 
 
 @triton.jit
-def solve_dot(a, b, acc, DOT: tl.constexpr):
-    """acc + a b with float32's digits, or nearly: in bfloat16 the system's solution would lose all of its own."""
-    if DOT == "ieee":
-        return tl.dot(a, b, acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision="tf32x3")
+def chunk_of(keys, segment, batch, kv_head, n, C: tl.constexpr):
+    """A chunk's first token, its last, and its rows of a key/value head; 0 and 0 for a chunk without tokens."""
+    first, end, _ = segment_span(keys.spans, segment, C, n)
+    rows = first + tl.arange(0, C)
+    return first, tl.maximum(end - 1, 0), Chunk(batch, kv_head, rows, rows < end)
 
 
 @triton.jit
 def inverse_of(L, DOT: tl.constexpr):
-    """(I + L)^-1 for L (C, C) float32, 0 but below its diagonal."""
+    """(I + L)^-1 for L (C, C) float32, 0 but below its diagonal. Products of bfloat16 would lose all of its digits."""
+    PRECISION: tl.constexpr = "ieee" if DOT == "ieee" else "tf32x3"
     C: tl.constexpr = L.shape[0]
     BLOCKS: tl.constexpr = C // 16
     block, row, i = tl.arange(0, BLOCKS)[:, None, None], tl.arange(0, 16)[None, :, None], tl.arange(0, 16)
@@ -94,9 +94,9 @@ def inverse_of(L, DOT: tl.constexpr):
     inverse = tl.zeros([C, C], tl.float32)
     for at in range(BLOCKS):  # the block's rows of the inverse, from those above
         right = tl.where(tl.arange(0, C)[None, :] == 16 * at + i[:, None], 1.0, 0.0)
-        right = solve_dot(-tl.sum(tl.where(block == at, rows, 0.0), 0), inverse, right, DOT)
+        right = dot(-tl.sum(tl.where(block == at, rows, 0.0), 0), inverse, right, PRECISION)
         of_own = tl.sum(tl.where(block == at, x, 0.0), 0)
-        found = solve_dot(of_own, right, tl.zeros([16, C], tl.float32), DOT)
+        found = dot(of_own, right, tl.zeros([16, C], tl.float32), PRECISION)
         found = tl.where(block == at, found[None, :, :], tl.reshape(inverse, [BLOCKS, 16, C]))
         inverse = tl.reshape(found, [C, C])
     return inverse
@@ -137,13 +137,11 @@ def chunk_scores_kernel(
     QUERIES: tl.constexpr = q.pointer is not None
     _, segment, bg = program_of(1, chunks)
     batch, kv_head = (bg // g).to(tl.int64), (bg % g).to(tl.int64)
-    first, end, _ = segment_span(keys.spans, segment, C, n)
-    last = tl.maximum(end - 1, 0)
-    rows, i = first + tl.arange(0, C), tl.arange(0, C)
-    chunk = Chunk(batch, kv_head, rows, rows < end)
+    first, last, chunk = chunk_of(keys, segment, batch, kv_head, n, C)
+    i = tl.arange(0, C)
     kk = tl.zeros([C, C], tl.float32)
     for r in range(group):
-        queries = Chunk(batch, kv_head * group + r, rows, rows < end)
+        queries = Chunk(batch, kv_head * group + r, chunk.rows, chunk.inside)
         qk, kk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
         for w0 in range(0, FW // 2, W):
             f, columns, D = 2 * w0 + tl.arange(0, 2 * W), unit_columns(w0, UNITS, PAIRS), None
@@ -159,7 +157,7 @@ def chunk_scores_kernel(
                     store_values(q_reads, x * decay.from_start, queries, f, FW, 2 * W)
             qk, kk = add_scores(qk, kk, x, k, keys.sums, D, chunk, first, last, columns, UNITS, DOT)
         if keys.sums.rest.pointer is not None and not UNITS:
-            tile = score_decay(load_chunk_exponents(keys.sums, chunk, first, last, tl.arange(0, 1), C), DOT)
+            tile = score_decay(load_chunk_exponents(keys.sums, chunk, first, last, tl.arange(0, 1)), DOT)
             qk, kk = qk * tile, kk * tile
         if QUERIES:
             store_values(keys.scores, tl.where(i[:, None] >= i[None, :], qk, 0.0), queries, i, C, C)
@@ -184,13 +182,13 @@ def chunks_of(call: Any, tables: Tables, inverse: Tensor | None, solved: bool = 
     inverse: where it goes; None: to a new tensor. solved: it has been computed.
     """
     b, n, g, _ = call.v.shape
-    dtype, length = features_dtype(call), delta_tile(call, "delta_fwd").chunk
-    segments, (table, key_table) = cut(call, n, length), tables
+    length, (table, key_table) = delta_tile(call, "delta_fwd").chunk, tables
+    segments = cut(call, n, length)
     if n == 0:  # a chunk would have no token whose decay it could read
         segments = segments._replace(number=0)
-    (k, erase), q, scores = features_of_keys(call, key_table, dtype), None, None
+    (k, erase), q, scores = features_of_keys(call, key_table), None, None
     if call.q is not None:
-        q = features(call, call.q, table, dtype)
+        q = features_of_queries(call, table)
         scores = q.new_empty(b, n, q.shape[2], length)
     reads, writes, q_reads = k, k, q
     if call.decays_by_unit:

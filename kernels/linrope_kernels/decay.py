@@ -28,13 +28,16 @@ def load_per_token(x, chunk):
 
 
 @triton.jit
+def clamped(a, DOT: tl.constexpr):
+    """Log decay, at least MIN_LOG_DECAY. For bfloat16 -111, which keeps sums small: 2^-160 is 0 in float32."""
+    least: tl.constexpr = -111.0 if DOT == "bf16" else MIN_LOG_DECAY
+    return tl.where(a < least, least, a)
+
+
+@triton.jit
 def load_decay(log, chunk, DOT: tl.constexpr):
     """D (C,) in float64, log decay summed from the chunk's first token to each row; and its last value."""
-    a = load_per_token(log, chunk).to(tl.float64)
-    least: tl.constexpr = (
-        -111.0 if DOT == "bf16" else MIN_LOG_DECAY
-    )  # 2^-160 is 0 in float32, and this keeps D small
-    a = tl.where(a < least, least, a)
+    a = clamped(load_per_token(log, chunk).to(tl.float64), DOT)
     return tl.cumsum(a, 0), tl.sum(a, 0)
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linrope_kernels.angles import Phases, make_tables
-from linrope_kernels.chunk_scores import chunks_of
+from linrope_kernels.chunk_scores import chunk_of, chunks_of
 from linrope_kernels.decay import load_per_token
 from linrope_kernels.delta_dqk import Results, chunk_state_pointers, delta_dqk_kernel
 from linrope_kernels.delta_forward import (
@@ -52,7 +52,6 @@ from linrope_kernels.memory import (
     rows_of,
     rows_of_units,
     seen,
-    segment_span,
     store_state,
     store_values,
     store_z,
@@ -91,6 +90,7 @@ def delta_states_kernel(
     """S before each chunk; one program per (key/value head of a sequence, pair block, value block)."""
     PAIRS: tl.constexpr = Pairs(F, P, INTERLEAVED, W)
     FW: tl.constexpr = (F + 1) // 2 * 2
+    DECAYS: tl.constexpr = keys.sums.rest.pointer is not None
     BLOCKS: tl.constexpr = (FW // 2 + W - 1) // W
     VALUE_BLOCKS: tl.constexpr = (E + BE - 1) // BE
     program = tl.program_id(0)
@@ -101,15 +101,11 @@ def delta_states_kernel(
     columns = unit_columns(w0, UNITS, PAIRS)
     s = load_state(start, index, feature_offsets(w0, PAIRS), e, F, E)
     for segment in tl.range(begin, stop, num_stages=STAGES):
-        first, end, _ = segment_span(keys.spans, segment, C, n)
-        rows = first + tl.arange(0, C)
-        chunk = Chunk(batch, kv_head, rows, rows < end)
+        first, last, chunk = chunk_of(keys, segment, batch, kv_head, n, C)
         store_chunk_state(STATES, (batch * g + kv_head) * chunks + segment, s, e, f, E, FW)
-        decay = None
-        if keys.sums.rest.pointer is not None:
-            decay = load_row_decay(keys.sums, chunk, first, end - 1, columns, UNITS, DOT)
+        decay = load_row_decay(keys.sums, chunk, first, last, columns, UNITS, DOT) if DECAYS else None
         k = operand(load_values(keys.writes, chunk, f, FW, 2 * W), DOT)
-        s = add_written(s, load_values(u, chunk, e, E, BE), k, decay, rows < end, DOT)
+        s = add_written(s, load_values(u, chunk, e, E, BE), k, decay, chunk.inside, DOT)
 
 
 @triton.jit(do_not_specialize=["n", "g", "group", "chunks"])
@@ -130,6 +126,7 @@ def delta_dv_kernel(
     """dU, dv and T; one program per (key/value head of a sequence, value block)."""
     PAIRS: tl.constexpr = Pairs(F, P, INTERLEAVED, W)
     FW: tl.constexpr = (F + 1) // 2 * 2
+    DECAYS: tl.constexpr = keys.sums.rest.pointer is not None
     BLOCKS: tl.constexpr = (E + BE - 1) // BE
     block, index = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
     kv_head, f, e = index % g, tl.arange(0, 2 * W), block * BE + tl.arange(0, BE)
@@ -138,21 +135,17 @@ def delta_dv_kernel(
     t = load_state(after, index, features, e, F, E)
     for later in tl.range(begin, stop, num_stages=STAGES):
         segment = begin + stop - 1 - later
-        first, end, _ = segment_span(keys.spans, segment, C, n)
-        rows = first + tl.arange(0, C)
-        chunk = Chunk(batch, kv_head, rows, rows < end)
+        first, last, chunk = chunk_of(keys, segment, batch, kv_head, n, C)
         store_chunk_state(STATES, (batch * g + kv_head) * chunks + segment, t, e, f, E, FW)
-        decay = None
-        if keys.sums.rest.pointer is not None:
-            decay = load_row_decay(keys.sums, chunk, first, end - 1, columns, UNITS, DOT)
+        decay = load_row_decay(keys.sums, chunk, first, last, columns, UNITS, DOT) if DECAYS else None
         k = operand(load_values(keys.writes, chunk, f, FW, 2 * W), DOT)
         d = to_end(read(k, t, DOT), decay)
         t = over_chunk(t, decay)
         if dout.pointer is not None:
             for r in range(group):
-                queries = Chunk(batch, kv_head * group + r, rows, rows < end)
+                queries = Chunk(batch, kv_head * group + r, chunk.rows, chunk.inside)
                 # With fewer than 64 values a copy could overwrite dout while Hopper's matrix unit still reads it.
-                d_outputs = through_registers(load_values(dout, queries, e, E, BE), rows < end)
+                d_outputs = through_registers(load_values(dout, queries, e, E, BE), chunk.inside)
                 scores = operand(load_values(keys.scores, queries, i, C, C), DOT)
                 d = dot(tl.trans(scores), operand(d_outputs, DOT), d, DOT)
                 x = operand(load_values(q, queries, f, FW, 2 * W), DOT)
@@ -169,8 +162,8 @@ def delta_dv_kernel(
         if keys.write.pointer is not None:
             values = load_values(v, seen(keys.mask, chunk, n), e, E, BE).to(tl.float32)
             if WRITE_TERMS is not None:
-                at = ((batch * n + rows) * g + kv_head) * BLOCKS + block
-                tl.store(WRITE_TERMS + at, sum_of_products(values, d, 1), mask=rows < end)
+                at = ((batch * n + chunk.rows) * g + kv_head) * BLOCKS + block
+                tl.store(WRITE_TERMS + at, sum_of_products(values, d, 1), mask=chunk.inside)
             d *= load_write(keys.write, seen(keys.mask, chunk, n))[:, None]
         store_values(dv, d, chunk, e, E, BE)
     if d_start[0] is not None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from linrope_kernels.chunk_scores import levels
+from linrope_kernels.chunk_scores import chunk_of, levels
 from linrope_kernels.decay import MIN_LOG_DECAY, load_per_token
 from linrope_kernels.memory import (
     Chunk,
@@ -13,7 +13,6 @@ from linrope_kernels.memory import (
     Rows,
     load_values,
     program_of,
-    segment_span,
     store_angle_gradients,
     store_values,
 )
@@ -120,7 +119,7 @@ def store_units(D_LOG, log, da, chunk, token, w0, PAIRS: tl.constexpr):
 
 
 class Results(NamedTuple):
-    """What ``delta_dqk_kernel`` computes; None: not wanted. Blocks are blocks of pairs, whose terms add up."""
+    """Where ``delta_dqk_kernel`` stores gradients; None: not wanted. The caller sums over an axis of blocks."""
 
     q: Rows  # (b, n, h, f): dq^
     k: Rows  # (b, n, g, f): dk^
@@ -149,24 +148,17 @@ def delta_dqk_kernel(
     ANGLES: tl.constexpr = results.angles is not None
     DECAYS: tl.constexpr = keys.sums.rest.pointer is not None
     block, segment, bg = program_of(BLOCKS, chunks)
-    batch, kv_head, state_index = (
-        (bg // g).to(tl.int64),
-        (bg % g).to(tl.int64),
-        bg.to(tl.int64) * chunks + segment,
-    )
-    first, end, _ = segment_span(keys.spans, segment, C, n)
-    last = tl.maximum(end - 1, 0)
+    batch, kv_head = (bg // g).to(tl.int64), (bg % g).to(tl.int64)
+    state_index = bg.to(tl.int64) * chunks + segment
+    first, last, chunk = chunk_of(keys, segment, batch, kv_head, n, C)
     w0, i, j = block * W, tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    rows, f, columns = first + tl.arange(0, C), 2 * w0 + tl.arange(0, 2 * W), unit_columns(w0, UNITS, PAIRS)
-    chunk, token = Chunk(batch, kv_head, rows, rows < end), (batch * n + rows) * g + kv_head
+    f, columns = 2 * w0 + tl.arange(0, 2 * W), unit_columns(w0, UNITS, PAIRS)
+    token = (batch * n + chunk.rows) * g + kv_head
     k = load_values(keys.k, chunk, f, FW, 2 * W).to(tl.float32)
     decay = load_unit_decay(keys.sums, chunk, first, last, columns, DOT) if DECAYS else None
     # What the states before and after the chunk contribute
-    dE, dk, product = (
-        tl.zeros([C, 2 * W], tl.float32),
-        tl.zeros([C, 2 * W], tl.float32),
-        tl.zeros([2 * W], tl.float32),
-    )
+    dE, dk = tl.zeros([C, 2 * W], tl.float32), tl.zeros([C, 2 * W], tl.float32)
+    product = tl.zeros([2 * W], tl.float32)
     weights, da = tl.zeros([C, C], tl.float32), tl.zeros([C, 2 * W] if UNITS else [C], tl.float32)
     for e0 in range(0, E, BE):
         e = e0 + tl.arange(0, BE)
@@ -200,7 +192,7 @@ def delta_dqk_kernel(
             dk += b * dE
     if dout.pointer is not None:
         for r in range(group):
-            queries = Chunk(batch, kv_head * group + r, rows, rows < end)
+            queries = Chunk(batch, kv_head * group + r, chunk.rows, chunk.inside)
             x = load_values(q, queries, f, FW, 2 * W).to(tl.float32)
             dx, weights = tl.zeros([C, 2 * W], tl.float32), tl.zeros([C, C], tl.float32)
             for e0 in range(0, E, BE):

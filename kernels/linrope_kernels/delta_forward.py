@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linrope_kernels.angles import Phases, make_tables
-from linrope_kernels.chunk_scores import chunks_of
+from linrope_kernels.chunk_scores import chunk_of, chunks_of
 from linrope_kernels.decay import load_per_token
 from linrope_kernels.launch import (
     NO_STATE,
@@ -39,7 +39,6 @@ from linrope_kernels.memory import (
     load_write,
     rows_of,
     seen,
-    segment_span,
     store_state,
     store_values,
     store_z,
@@ -96,6 +95,7 @@ def delta_fwd_kernel(
     """out, U and the last states; one program per (key/value head of a sequence, value block)."""
     PAIRS: tl.constexpr = Pairs(F, P, INTERLEAVED, W)
     FW: tl.constexpr = (F + 1) // 2 * 2
+    DECAYS: tl.constexpr = keys.sums.rest.pointer is not None
     BLOCKS: tl.constexpr = (E + BE - 1) // BE
     block, index = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
     kv_head, f, e = index % g, tl.arange(0, 2 * W), block * BE + tl.arange(0, BE)
@@ -103,12 +103,8 @@ def delta_fwd_kernel(
     columns, features = unit_columns(0, UNITS, PAIRS), feature_offsets(0, PAIRS)
     s = load_state(start, index, features, e, F, E)
     for segment in tl.range(begin, stop, num_stages=STAGES):
-        first, end, _ = segment_span(keys.spans, segment, C, n)
-        rows = first + tl.arange(0, C)
-        chunk = Chunk(batch, kv_head, rows, rows < end)
-        decay = None
-        if keys.sums.rest.pointer is not None:
-            decay = load_row_decay(keys.sums, chunk, first, end - 1, columns, UNITS, DOT)
+        first, last, chunk = chunk_of(keys, segment, batch, kv_head, n, C)
+        decay = load_row_decay(keys.sums, chunk, first, last, columns, UNITS, DOT) if DECAYS else None
         k = operand(load_values(keys.reads, chunk, f, FW, 2 * W), DOT)
         values = values_written(keys, v, chunk, n, e, E, BE)
         if keys.erase.pointer is not None:
@@ -120,15 +116,15 @@ def delta_fwd_kernel(
             store_values(u, values, chunk, e, E, BE)
         if q.pointer is not None:
             for r in range(group):
-                queries = Chunk(batch, kv_head * group + r, rows, rows < end)
-                phi_hat = fenced(operand(load_values(q, queries, f, FW, 2 * W), DOT), rows < end)
+                queries = Chunk(batch, kv_head * group + r, chunk.rows, chunk.inside)
+                phi_hat = fenced(operand(load_values(q, queries, f, FW, 2 * W), DOT), chunk.inside)
                 num = from_start(read(phi_hat, s, DOT), decay)
                 scores = operand(load_values(keys.scores, queries, tl.arange(0, C), C, C), DOT)
-                num = dot(fenced(scores, rows < end), operand(values, DOT), num, DOT)
+                num = dot(fenced(scores, chunk.inside), operand(values, DOT), num, DOT)
                 store_values(out, num, queries, e, E, BE)
         if UNITS:
             k = operand(load_values(keys.writes, chunk, f, FW, 2 * W), DOT)
-        s = add_written(s, values, k, decay, rows < end, DOT)
+        s = add_written(s, values, k, decay, chunk.inside, DOT)
     if last_state[0] is not None:
         store_state(last_state, index, s, features, e, F, E)
         if block == 0:

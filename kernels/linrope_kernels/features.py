@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linrope_kernels.decay import load_per_token
-from linrope_kernels.launch import delta_precision
+from linrope_kernels.launch import delta_precision, features_dtype
 from linrope_kernels.memory import (
     Chunk,
     Pairs,
@@ -113,38 +113,25 @@ def features_bwd_kernel(
     store_features(dx, d, chunk, 0, PAIRS)
 
 
-def features(call: Any, x: Tensor, table: Tensor | None, dtype: torch.dtype) -> Tensor:
+def features_of_queries(call: Any, table: Tensor | None) -> Tensor:
     """R phi(q) of every value head, (b, n, heads, f) with f rounded up to an even number."""
-    return _features(call, x, table, dtype, False, None)
+    return _features(call, call.q, table, False, None)
 
 
-def features_of_keys(call: Any, table: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def features_of_keys(call: Any, table: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """R psi(k), likewise, and b, by which these features erase."""
     erase = call.erase
     if erase is not None and call.unit:
         erase = call.v.new_empty(call.v.shape[:3], dtype=torch.float32)
-        return _features(call, call.k, table, dtype, True, erase), erase
-    return _features(call, call.k, table, dtype, True, None), erase
+        return _features(call, call.k, table, True, erase), erase
+    return _features(call, call.k, table, True, None), erase
 
 
-def _features(
-    call: Any, x: Tensor, table: Tensor | None, dtype: torch.dtype, keys: bool, erase: Tensor | None
-) -> Tensor:
+def _features(call: Any, x: Tensor, table: Tensor | None, keys: bool, erase: Tensor | None) -> Tensor:
     b, n, heads, f = x.shape
-    hat = x.new_empty(b, n, heads * call.value_group, -(-f // 2) * 2, dtype=dtype)
-    rows = broadcast_rows(None if erase is None else call.erase, 3)
-    _start(
-        features_fwd_kernel,
-        call,
-        x,
-        table,
-        keys,
-        hat.shape[2],
-        rows_of(hat),
-        rows,
-        erase,
-        DOT=delta_precision(call),
-    )
+    hat = x.new_empty(b, n, heads * call.value_group, -(-f // 2) * 2, dtype=features_dtype(call))
+    others = rows_of(hat), broadcast_rows(None if erase is None else call.erase, 3), erase
+    _start(features_fwd_kernel, call, x, table, keys, hat.shape[2], *others, DOT=delta_precision(call))
     return hat
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from linrope_kernels.decay import expm1
 from linrope_kernels.launch import stages_of
 from linrope_kernels.partial_sums import sum_rows
-from linrope_kernels.pieces import operand
+from linrope_kernels.pieces import dot, operand
 from linrope_kernels.start import start_kernel
 from linrope_kernels.tiles import power_of_two_from_16
 
@@ -31,14 +31,11 @@ def log1p(t):
 @triton.jit
 def gate_dot(a, b, acc, DOT: tl.constexpr, EXACT: tl.constexpr):
     """acc + a b with the precision of float32. EXACT: a is in half precision, too."""
-    if DOT == "tf32x3":
-        return tl.dot(a, b, acc, input_precision="tf32x3")
-    elif EXACT:
-        return tl.dot(a, b, acc, input_precision="tf32")
+    if DOT == "tf32x3" or EXACT:
+        return dot(a, b, acc, DOT)
     else:
         high = operand(a, DOT)
-        acc = tl.dot(operand(a - high, DOT), b, acc, input_precision="tf32")
-        return tl.dot(high, b, acc, input_precision="tf32")
+        return dot(high, b, dot(operand(a - high, DOT), b, acc, DOT), DOT)
 
 
 @triton.jit

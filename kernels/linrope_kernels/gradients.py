@@ -30,7 +30,7 @@ from linrope_kernels.transition import Queries, segment_states
 
 
 class Gradients(NamedTuple):
-    """Those of a call. A last axis of blocks is still to be summed."""
+    """The gradients of a call. A sum over a last axis of blocks is left to the caller."""
 
     q: Tensor | None
     k: Tensor

@@ -103,8 +103,8 @@ def operand(x, DOT: tl.constexpr):
 @triton.jit
 def dot(a, b, acc, DOT: tl.constexpr):
     """acc + a b, accumulated in float32."""
-    if DOT == "ieee":
-        return tl.dot(a, b, acc, input_precision="ieee")
+    if DOT == "ieee" or DOT == "tf32x3":
+        return tl.dot(a, b, acc, input_precision=DOT)
     else:
         return tl.dot(a, b, acc, input_precision="tf32")
 

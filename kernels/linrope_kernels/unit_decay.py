@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from linrope_kernels.decay import MIN_LOG_DECAY, decay_state, decay_tile, expm1, exponent, power
+from linrope_kernels.decay import clamped, decay_state, decay_tile, expm1, exponent, power
 from linrope_kernels.launch import delta_precision
 from linrope_kernels.memory import (
     Rows,
@@ -60,8 +60,7 @@ def sum_decay_kernel(
             mask=inside,
             other=0,
         ).to(tl.float64)
-        least: tl.constexpr = -111.0 if DOT == "bf16" else MIN_LOG_DECAY  # as in load_decay
-        D = exponent(tl.cumsum(tl.where(a < least, least, a), 0), DOT)
+        D = exponent(tl.cumsum(clamped(a, DOT), 0), DOT)
         at = ((batch * n + rows) * heads + head)[:, None] * UNITS + units[None, :]
         tl.store(sums.rest.pointer + at, D[1], mask=inside)
         if sums.whole.pointer is not None:
@@ -113,9 +112,10 @@ def load_exponents(sums, chunk, first, rows, columns):
 
 
 @triton.jit
-def load_chunk_exponents(sums, chunk, first, last, columns, C: tl.constexpr):
+def load_chunk_exponents(sums, chunk, first, last, columns):
     """D of the tokens of a chunk; rows after the last one are as this one."""
-    return load_exponents(sums, chunk, first, tl.minimum(tl.arange(0, C), last - first), columns)
+    rows = tl.minimum(tl.arange(0, chunk.rows.shape[0]), last - first)
+    return load_exponents(sums, chunk, first, rows, columns)
 
 
 class UnitDecay(NamedTuple):
@@ -129,7 +129,7 @@ class UnitDecay(NamedTuple):
 
 @triton.jit
 def load_unit_decay(sums, chunk, first, last, columns, DOT: tl.constexpr):
-    D = load_chunk_exponents(sums, chunk, first, last, columns, chunk.rows.shape[0])
+    D = load_chunk_exponents(sums, chunk, first, last, columns)
     D_end = load_exponents(sums, chunk, last, tl.arange(0, 1), columns)
     start = power(D, (0, 0), DOT)
     return UnitDecay(D, start, power(D_end, D, DOT), factor_of_exponent(D_end, DOT))

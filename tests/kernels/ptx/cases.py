@@ -64,7 +64,7 @@ class Problem:
         return (q, k, v), how
 
     def for_equation(self, which: slice) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-        """As ``piece``, what an Equation takes."""
+        """The same tokens in float64, as arguments of an Equation."""
         qkv, how = self.piece(which, True, "")
         del how["backend"]
         name = how.pop("feature_map", "elu+1")
@@ -151,7 +151,7 @@ def erase(p: Problem) -> dict[str, Any]:
 
 
 def one_key(p: Problem) -> dict[str, Any]:
-    """Of 300 the one that rounding makes longest: erased twice, it would make the state grow."""
+    """The same key at each token, with b = 2. Rounding makes it longer than 299 others: the state might grow."""
     keys = torch.randn(300, p.k.shape[3]).to(p.dtype)
     lengths = torch.nn.functional.normalize(keys.float(), dim=-1).to(p.dtype).float().norm(dim=-1)
     p.q = p.k = keys[lengths.argmax()].expand_as(p.k).clone()
