@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import nn
 
 from linrope.cli.pretrained import WithCache, is_pretrained, load_pretrained, on_linrope, tokenizer_beside
+from linrope.cli.training import Lines
 from linrope.common.files import replace_file
 from linrope.models import LanguageModel
 from linrope.models.training import Corpus, bits_by_position, latest_checkpoint
@@ -34,13 +35,21 @@ def evaluate(
 ) -> dict[str, Any]:
     """The results of each run: on the text that was held out from its training, or on another text."""
     loaded = [_load(run) for run in runs]
-    if path is None and (without := [str(each.run) for each in loaded if each.corpus is None]):
+    if path is None and (without := [str(each.run) for each in loaded if "corpus" not in each.source]):
         raise ValueError(f"{without[0]}: does not record the text it was trained on; expected a PATH to read")
-    results = []
+    results, line = [], Lines(console)
+
+    def report(done: int, pieces: int) -> None:
+        line(f"{done:,} of {pieces:,} pieces")
+
     for each, label in zip(loaded, labels(runs), strict=True):
-        source = (each.corpus or None) if path is None else path
-        corpus = Corpus.load(source, each.tokenizer, for_training=False)  # it may be too short for that
-        trained_on = each.checksum == str(corpus.checksum)
+        source = each.source
+        if path is not None:
+            source = {"corpus": str(path)} | {name: x for name, x in source.items() if name == "binary"}
+        corpus = Corpus.load_source(
+            source, each.tokenizer, for_training=False
+        )  # it may be too short for that
+        trained_on = each.source.get("checksum") == str(corpus.checksum)
         if path is None and not trained_on:
             raise ValueError(
                 f"{each.run}: was trained on another version of {corpus.name}, so nothing of it is known to be held "
@@ -60,7 +69,8 @@ def evaluate(
             f"{each.run}: {'the held-out part' if trained_on else 'all'} of {corpus.name}, {until:,} tokens"
         )
         with on_linrope(each.model, device):
-            bins = bits_by_position(each.model.eval().to(device), text, until, sequences=sequences)
+            model = each.model.eval().to(device)
+            bins = bits_by_position(model, text, until, sequences=sequences, on_piece=report)
         results.append(
             {
                 "run": str(each.run),
@@ -91,8 +101,8 @@ class _Loaded:
     positions: str
     trained_length: int | None  # None: the folder does not say
     step: int | None = None
-    corpus: str | None = None  # the path of the text; empty: Python's standard library; None: not recorded
-    checksum: str | None = None  # the checksum of the training text; None: the folder does not record it
+    # What the folder records of the training text: Corpus.source, and its checksum
+    source: dict[str, str] = field(default_factory=dict)
 
 
 def _load(run: Path) -> _Loaded:
@@ -126,8 +136,7 @@ def _load(run: Path) -> _Loaded:
         loaded,
         trained_length=training.sequence_length,
         step=int(metadata["step"]),
-        corpus=metadata.get("corpus"),
-        checksum=metadata["checksum"],
+        source=metadata,
     )
 
 

@@ -12,8 +12,8 @@ from linrope.common.files import parse_json
 from linrope.integrations.transformers import Enabled, enable
 from linrope.integrations.transformers.families import families_of, say_once
 from linrope.integrations.transformers.packing import CACHES
-from linrope.models.training.corpus import load_tokenizer
 from linrope.models.training.optional import need
+from linrope.models.training.tokenizer import load_tokenizer
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 

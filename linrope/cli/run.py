@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,10 +21,10 @@ from linrope.layer.config import LayerConfig
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.training import Corpus, Trainer, TrainingConfig, checkpoints, latest_checkpoint
 from linrope.models.training.checkpoint import load_training, tokenizer_of
-from linrope.models.training.corpus import load_tokenizer
+from linrope.models.training.tokenizer import load_tokenizer
 
 # Options that apply to a resumed run; the checkpoint determines all others.
-_RESUMABLE = {"path", "out", "steps", "save_every", "resume", "tensorboard", "device", "config"}
+_RESUMABLE = {"path", "held_out", "out", "steps", "save_every", "resume", "tensorboard", "device", "config"}
 _RESUMABLE |= {"sequence_parallel", "tensor_parallel"}
 # "True" if torchrun uses one store for all restarts of a group. A process may then find the address of a
 # process that has ended: PyTorch issue 135712.
@@ -40,13 +41,15 @@ def run(options: dict[str, Any], explicit: set[str]) -> int:
     # torchrun restarts a group after one of its processes ended.
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and checkpoints(out):
         resume = True
-    accelerator = accelerator_on(pick_device(options["device"]))
+    precision = options["mixed_precision"]
+    if resume:  # latest_checkpoint raises if there is none, before the lock makes the folder
+        precision = load_training(latest_checkpoint(out))[2].get("mixed_precision")
+    accelerator = accelerator_on(pick_device(options["device"]), precision)
     console.quiet = not accelerator.is_main_process
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get(_SHARED_STORE) == "True":
         console.print(_FRESH_STORES)
     with ExitStack() as stack:
         if resume:
-            latest_checkpoint(out)  # raises if there is none, before the lock makes the folder
             if accelerator.is_main_process:
                 stack.enter_context(locked(out))
             trainer = _resume(out, path, accelerator, options, explicit)
@@ -57,8 +60,6 @@ def run(options: dict[str, Any], explicit: set[str]) -> int:
                 _check_new(out)  # again: another run may have ended meanwhile
         describe(trainer, console)
         status = run_steps(trainer, console, out, options["save_every"], options["tensorboard"])
-        if not status:
-            console.print(f"held-out text: {trainer.evaluate():.3f} bits per byte after {trainer.step} steps")
         console.print(f"checkpoint: {latest_checkpoint(out)}")
         trainer.accelerator.end_training()
     return status
@@ -72,10 +73,28 @@ def _start(
     _check_new(out)
     _check_choices(options, explicit)
     training, tokenizer = _training(options), options["tokenizer"]
-    corpus = Corpus.load(path, None if tokenizer is None else load_tokenizer(tokenizer))
+    tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+    source = {"corpus": ""} | ({"binary": "true"} if options["binary"] else {})
+    corpus = _corpus(path, options["held_out"], tokenizer, source)
     torch.manual_seed(options["seed"])
     model = LanguageModel(_model(options, corpus.vocab_size))
     return Trainer(model, corpus, training, accelerator, **_parallel(options))
+
+
+def _corpus(path: Path | None, held_out: Path | None, tokenizer: Any, source: dict[str, str]) -> Corpus:
+    """The text of these paths, or where they are None that of the source."""
+    if path == Path("-"):
+        if held_out is not None or "binary" in source:
+            raise ValueError(
+                "-: standard input is text without --held-out or --binary; expected a file with these"
+            )
+        return Corpus.from_texts([sys.stdin.read()], "standard input", tokenizer)
+    if path is None and "corpus" not in source:
+        raise ValueError("the checkpoint does not record the text it was trained on; expected a PATH to read")
+    given = {"corpus": path, "held_out": held_out}
+    return Corpus.load_source(
+        source | {name: str(x) for name, x in given.items() if x is not None}, tokenizer
+    )
 
 
 def _check_new(out: Path) -> None:
@@ -143,12 +162,7 @@ def _resume(
 ) -> Trainer:
     """Loads the run in a folder; prints its step, its last step, and the options that it ignores."""
     latest = latest_checkpoint(out)
-    if path is None:
-        recorded = load_training(latest)[2].get("corpus")
-        if recorded is None:
-            raise ValueError(f"{latest}: does not record the text it was trained on; expected a PATH to read")
-        path = Path(recorded) if recorded else None
-    corpus = Corpus.load(path, tokenizer_of(latest))
+    corpus = _corpus(path, options["held_out"], tokenizer_of(latest), load_training(latest)[2])
     trainer = Trainer.load(out, corpus, accelerator, **_parallel(options))
     saved = {**asdict(trainer.config), **trainer.model.config.to_dict()}
     requested = {**asdict(_training(options)), **_model(options, saved["vocab_size"]).to_dict()}
@@ -159,6 +173,10 @@ def _resume(
             ignored.append(f"{option_of(option)} (the checkpoint has {json.dumps(saved[field])})")
     if "tokenizer" in explicit:
         ignored.append("--tokenizer (the checkpoint has its own)")
+    if "mixed_precision" in explicit and options["mixed_precision"] != accelerator.mixed_precision:
+        ignored.append(f"--mixed-precision (the checkpoint has {accelerator.mixed_precision})")
+    if "binary" in explicit and not (corpus.source or {}).get("binary"):
+        ignored.append("--binary (the checkpoint has text)")
     if ignored:
         console.print(f"ignored with --resume: {', '.join(ignored)}")
     if "steps" in explicit and options["steps"] != trainer.config.steps:

@@ -17,7 +17,7 @@ def train(
     path: Annotated[
         Path | None,
         typer.Argument(
-            help="Text file, .jsonl file, folder of these, or dataset saved to disk. "
+            help="Text file, .jsonl file, folder of these, dataset saved to disk, or - for standard input. "
             "Default: Python's standard library, with --resume the text of the checkpoint.",
             show_default=False,
         ),
@@ -57,6 +57,14 @@ def train(
     warmup_steps: Annotated[int, typer.Option(help="Steps until the peak.")] = 20,
     weight_decay: Annotated[float, typer.Option(help="Weight decay of AdamW.")] = 0.1,
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
+    held_out: Annotated[
+        Path | None,
+        typer.Option(help="Text to hold out, as PATH. Default: a twentieth of PATH.", show_default=False),
+    ] = None,
+    binary: Annotated[
+        bool,
+        typer.Option("--binary", help="Files are documents whatever they hold; their bytes are the tokens."),
+    ] = False,
     tokenizer: Annotated[
         str | None,
         typer.Option(help="Tokenizer of transformers, folder or name. Default: bytes.", show_default=False),
@@ -85,6 +93,12 @@ def train(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write metrics for TensorBoard.")
     ] = False,
+    mixed_precision: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16 or no. Default: the setting of accelerate, without one no.", show_default=False
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
     **flags: Any,
 ) -> int:
@@ -92,13 +106,11 @@ def train(
 
     The options of the attention change the block of linrope's models, which has a convolution, a forget gate with a
     tied write gate unless --decay is given, an output norm, a skip and a gate, and rotates a quarter of the features.
-    Ctrl-C, SIGTERM and SIGHUP save a checkpoint and stop. The same command with --resume continues from the last
-    checkpoint.
-    The result is bit for bit that of an uninterrupted run; with more --steps than before it
-    continues beyond the old end. With --resume the sizes, rates and tokenizer are those of the checkpoint,
-    and the command lists the options that it ignores. For several processes or GPUs: accelerate launch -m
-    linrope.cli train .., or torchrun -m linrope.cli train .., whose restarts (--max-restarts) act like
-    --resume.
+    Ctrl-C, SIGTERM and SIGHUP stop the step, save a checkpoint of the steps before, and end. The same command with
+    --resume continues from the last checkpoint. The result is bit for bit that of an uninterrupted run; with more
+    --steps than before it continues beyond the old end. With --resume the sizes, rates and tokenizer are those of the
+    checkpoint, and the command lists the options that it ignores. For several processes or GPUs: accelerate launch -m
+    linrope.cli train .., or torchrun -m linrope.cli train .., whose restarts (--max-restarts) act like --resume.
     """
     options = dict(locals())  # converted to their types, as context.params is not in all versions of typer
     del options["context"], options["flags"]

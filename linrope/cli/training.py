@@ -3,7 +3,7 @@
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,9 +17,12 @@ from linrope.common.files import parse_json, replace_file
 from linrope.models.training import Trainer
 from linrope.models.training.optional import need
 
-_STATUS = "loss {task.fields[bits]:.3f} bits/byte  {task.fields[rate]:,.0f} bytes/s"
 _SMOOTHING = 0.95  # weight of the earlier steps in the printed loss, a running mean
 _SECONDS = 5.0  # between two lines
+_EVALUATED = (
+    0.1  # the largest share of evaluated tokens in those trained on between two checkpoints; a row at least
+)
+_MOST_ROWS = 64  # of an evaluation
 
 
 class Lines:
@@ -80,12 +83,14 @@ def _step(line: str, name: str) -> int:
     return step
 
 
-def accelerator_on(device: torch.device) -> Any:
-    """An Accelerator for this device and the available processes."""
+def accelerator_on(device: torch.device, mixed_precision: str | None = None) -> Any:
+    """An Accelerator for this device and the available processes; None: the precision of accelerate's settings."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     # cpu=True: without it accelerate treats each of several processes without a GPU as a lone one.
-    accelerator = need("accelerate", "linrope[train]").Accelerator(cpu=device.type == "cpu")
+    accelerator = need("accelerate", "linrope[train]").Accelerator(
+        cpu=device.type == "cpu", mixed_precision=mixed_precision
+    )
     if accelerator.device.type != device.type:
         raise ValueError(f"--device={device}: accelerate uses {accelerator.device} here")
     return accelerator
@@ -94,7 +99,10 @@ def accelerator_on(device: torch.device) -> Any:
 def describe(trainer: Trainer, console: Console) -> None:
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     accelerator = trainer.accelerator
-    text = f"{size / 1e6:.2f} M parameters on {accelerator.device}; {trainer.corpus.describe()}"
+    precision = {"no": "float32", "bf16": "mixed bfloat16"}.get(
+        accelerator.mixed_precision, accelerator.mixed_precision
+    )
+    text = f"{size / 1e6:.2f} M parameters on {accelerator.device}, {precision}; {trainer.corpus.describe()}"
     if accelerator.num_processes > 1:
         processes = trainer.processes
         split = (
@@ -107,6 +115,14 @@ def describe(trainer: Trainer, console: Console) -> None:
     console.print(text)
 
 
+class Stopped(BaseException):
+    """A signal asked the run to end, with this exit status. ``except Exception`` lets it pass."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 def run_steps(
     trainer: Trainer,
     console: Console,
@@ -116,51 +132,86 @@ def run_steps(
 ) -> int:
     """Trains to the end or until a signal; returns 0, or 128 plus the signal's number: 130 after Ctrl-C.
 
-    With out, it saves a checkpoint every save_every steps and at the end.
+    With out, it saves a checkpoint every save_every steps and at the end, and then evaluates the model. A signal stops
+    a step or an evaluation in the middle; the checkpoint is then that of the last whole step.
     """
     config, first, start = trainer.config, trainer.step, time.perf_counter()
     main = trainer.accelerator.is_main_process
     log = Log(out, first, tensorboard) if out and main and first < config.steps else None
     total = bits = rate = 0.0
-    status, line = 0, Lines(console)
+    status, saved, line = 0, first or None, Lines(console)
+    held_out: float | None = None
     try:
-        with _signals() as received, progress_bar(_STATUS, console) as progress:
-            task = progress.add_task("", total=config.steps, completed=first, bits=8.0, rate=0.0)
-            while trainer.step < config.steps and not status:
-                values = trainer.train_step()
-                # The step is finished first, since half a step would spoil the state.
-                status = _largest_of_processes(max(received, default=0), trainer)
-                loss, seconds = values["bits_per_byte"], time.perf_counter() - start
-                total, done = _SMOOTHING * total + (1 - _SMOOTHING) * loss, trainer.step - first
-                # A weighted mean of all steps, in which the latest count most
-                bits = total / (1 - _SMOOTHING**done)
-                rate = done * _bytes_per_step(trainer) / seconds
-                save = out and (trainer.step == config.steps or trainer.step % save_every == 0)
-                if save and not status:  # who sends a signal may kill the process some seconds later
-                    values["held_out_bits_per_byte"] = trainer.evaluate()
-                if log:
-                    log.write(values | {"seconds": seconds})
-                if out and (save or status):
+        at_once = trainer.accelerator.num_processes == 1
+        with (
+            _signals(lambda: at_once and trainer.may_stop) as received,
+            progress_bar("{task.description}", console) as progress,
+        ):
+            task = progress.add_task("", total=config.steps, completed=first)
+            doing = ""
+
+            def on_piece(done: int, pieces: int) -> None:
+                if status := _largest_of_processes(max(received, default=0), trainer):
+                    raise Stopped(status)
+                if 0 < done < pieces:
+                    text = f"{doing}: {done:,} of {pieces:,} pieces"
+                    line(text)
+                    progress.update(task, description=text)
+
+            def evaluate() -> float:
+                nonlocal doing
+                doing = f"evaluation after {trainer.step:,} steps"
+                between = save_every * config.batch_size * config.accumulation * trainer.processes.row_groups
+                return trainer.evaluate(max(1, min(_MOST_ROWS, int(_EVALUATED * between))), on_piece)
+
+            try:
+                while trainer.step < config.steps:
+                    doing = f"step {trainer.step + 1:,} of {config.steps:,}"
+                    values = trainer.train_step(on_piece)
+                    loss, seconds = values["bits_per_byte"], time.perf_counter() - start
+                    total, done = _SMOOTHING * total + (1 - _SMOOTHING) * loss, trainer.step - first
+                    # A weighted mean of all steps, in which the latest count most
+                    bits = total / (1 - _SMOOTHING**done)
+                    rate = done * _bytes_per_step(trainer) / seconds
+                    left = timedelta(seconds=round(seconds / done * (config.steps - trainer.step)))
+                    line(
+                        f"step {trainer.step:,} of {config.steps:,}: loss {bits:.3f} bits per byte; {rate:,.0f} "
+                        f"bytes/s; {left} left"
+                    )
+                    description = f"loss {bits:.3f} bits/byte  {rate:,.0f} bytes/s"
+                    progress.update(task, completed=trainer.step, description=description)
+                    try:
+                        if out and (trainer.step == config.steps or trainer.step % save_every == 0):
+                            # First, since who sends a signal may kill the process some seconds later
+                            trainer.save(out)
+                            saved, held_out = trainer.step, evaluate()
+                            values["held_out_bits_per_byte"] = held_out
+                    finally:
+                        if log:
+                            log.write(values | {"seconds": seconds})
+                on_piece(0, 0)
+                if out and held_out is None:  # the run was complete when it was resumed
+                    held_out = evaluate()
+            except Stopped as stopped:
+                status = stopped.status
+                if out and trainer.step != saved:
                     trainer.save(out)
-                left = timedelta(seconds=round(seconds / done * (config.steps - trainer.step)))
-                line(
-                    f"step {trainer.step:,} of {config.steps:,}: loss {bits:.3f} bits per byte; {rate:,.0f} bytes/s; "
-                    f"{left} left"
-                )
-                progress.update(task, completed=trainer.step, bits=bits, rate=rate)
     finally:
         if log:
             log.close()
     if trainer.step > first:
         console.print(f"{trainer.step} steps; loss {bits:.3f} bits per byte; {rate:,.0f} bytes/s")
+    if held_out is not None and not status:
+        console.print(f"held-out text: {held_out:.3f} bits per byte after {trainer.step} steps")
     return status
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals(at_once: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
     """Collects 128 plus the number of each signal that asks the process to end; a second Ctrl-C ends it at once.
 
-    SIGTERM comes from kill, containers and schedulers, SIGHUP from a terminal that closes, unless nohup ignores it.
+    Also raises Stopped, if ``at_once`` says so. SIGTERM comes from kill, containers and schedulers, SIGHUP from a
+    terminal that closes, unless nohup ignores it.
     """
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = {
@@ -171,6 +222,8 @@ def _signals() -> Iterator[list[int]]:
     def receive(number: int, _: object) -> None:
         received.append(128 + number)
         signal.signal(signal.SIGINT, before[signal.SIGINT])
+        if at_once():
+            raise Stopped(128 + number)
 
     try:
         for number in before:
@@ -182,7 +235,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _largest_of_processes(number: int, trainer: Trainer) -> int:
-    """The largest number of all processes: all must stop after the same step, or some would wait forever."""
+    """The largest number of all processes: all must stop after the same piece, or some would wait forever."""
     accelerator = trainer.accelerator
     if accelerator.num_processes == 1:
         return number

@@ -1,10 +1,8 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from unittest.mock import Mock
 
@@ -15,11 +13,10 @@ from linrope import backends
 from linrope.cli import main
 from linrope.cli.app import _in_words_of_the_command
 from linrope.cli.bench import families
-from linrope.cli.training import Log, _signals
+from linrope.cli.training import Log
 from linrope.layer.options import DECAYS
 from linrope.models.language_model_config import ATTENTION, POSITIONS
-from linrope.models.training import checkpoints
-from tests.cli.commands import SMALL, last_config, metrics, tiny_model, word_tokenizer
+from tests.cli.commands import last_config, metrics, tiny_model, word_tokenizer
 
 COMMANDS = ("train", "generate", "eval", "bench", "convert", "env", "check", "demo")
 
@@ -240,57 +237,6 @@ def test_only_names_of_options_are_rewritten() -> None:
     assert _in_words_of_the_command(error, ["env"]) == str(error)
     absent = OSError("tokenizer='x': there is no such folder")
     assert _in_words_of_the_command(absent, ["train"]) == f"--{absent}"
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has other signals")
-@pytest.mark.parametrize("names", ["SIGTERM SIGHUP", pytest.param("SIGINT", marks=pytest.mark.long)])
-def test_signals_save_what_resume_goes_on_from(names: str, text, tmp_path) -> None:
-    out = tmp_path / "run"
-    command = [sys.executable, "-m", "linrope.cli", "train", str(text), "--out", str(out), *SMALL.split()]
-    command += ["--steps", "100000", "--save-every", "1000000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    end = time.monotonic() + 120
-    while not (out / "metrics.jsonl").exists() or not metrics(out):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    assert not checkpoints(out)
-    numbers = [getattr(signal, name) for name in names.split()]
-    for number in numbers:
-        process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode in {128 + number for number in numbers}
-    assert b"checkpoint: " in output
-    assert last_config(out)["embed_dim"] == 32
-    assert f"step-{metrics(out)[-1]['step']:08}" == checkpoints(out)[-1].name
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has other signals")
-@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has other signals")
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_each_signal_ends_a_run_with_its_own_status(name: str) -> None:
-    number = getattr(signal, name)
-    before = signal.signal(number, signal.SIG_DFL)
-    try:
-        with _signals() as received:
-            signal.raise_signal(number)
-            assert received == [128 + number]
-        assert signal.getsignal(number) == signal.SIG_DFL
-    finally:
-        signal.signal(number, before)
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has other signals")
-def test_under_nohup_the_signal_of_a_closed_terminal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with _signals() as received:
-            signal.raise_signal(signal.SIGHUP)
-            assert received == []
-            signal.raise_signal(signal.SIGTERM)
-        assert received == [143]
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_env_prints_lines_or_json(run) -> None:

@@ -1,9 +1,14 @@
 """linrope train: a longer run, options from a file, what is said of the text, a full disk."""
 
+import io
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
 
 from linrope.models.training import checkpoints
 from tests.cli.commands import last_config, metrics
@@ -168,3 +173,51 @@ def test_a_folder_that_another_process_trains_into_is_refused(run, refused, tmp_
             assert {path.name for path in out.iterdir()} == {".lock"}
             run(TRAIN + "--steps 1")
     assert {path.name for path in out.iterdir()} == {".lock", "metrics.jsonl", "step-00000001"}
+
+
+def test_bytes_a_text_to_hold_out_and_standard_input(run, refused, tmp_path, monkeypatch) -> None:
+    (tmp_path / "a.bin").write_bytes(bytes(range(256)) * 8)
+    (tmp_path / "b.bin").write_bytes(bytes(range(20)))  # shorter than a row
+    train = "train {tmp}/a.bin --held-out {tmp}/b.bin --out {tmp}/run --steps 1 {small} "
+    assert "a.bin: expected UTF-8 text, or --binary to train on its bytes" in refused(train)
+    reset = AcceleratorState._reset_state  # a process has one precision
+    reset(reset_partial_state=True)
+    printed = run(train + "--binary --mixed-precision bf16")
+    assert "on cpu, mixed bfloat16; " in printed
+    assert "a.bin: 2.0 kB to train on, 20 bytes held out" in printed
+    again = run("train --out {tmp}/run --resume --steps 2 --mixed-precision no")
+    assert "ignored with --resume: --mixed-precision (the checkpoint has bf16)" in again
+    assert "the held-out part of" in run("eval --checkpoint {tmp}/run --length 4")
+    assert "all of" in run("eval --checkpoint {tmp}/run --length 4 {tmp}/a.bin")
+
+    reset(reset_partial_state=True)
+    monkeypatch.setattr("sys.stdin", io.StringIO("To be, or not to be. " * 50))
+    stdin = "train - --out {tmp}/stdin --steps 1 {small} "
+    assert "on cpu, float32; standard input: 999 bytes to train on, 53 bytes held out" in run(stdin)
+    assert "does not record the text it was trained on" in refused("train --out {tmp}/stdin --resume")
+    assert "-: standard input is text without --held-out or --binary" in refused(
+        "train - --binary --out {tmp}/x {small}"
+    )
+
+
+LONG = """
+import resource, sys
+from linrope.cli.app import run
+
+for length, pieces, out in ((512, 1, "a"), (32768, 64, "b")):
+    command = ["train", sys.argv[1], "--out", sys.argv[2] + out, *sys.argv[3:], "--batch-size", "1", "--steps", "2"]
+    assert run([*command, "--sequence-length", str(length), "--pieces", str(pieces)]) == 0
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the peak has other units")
+def test_in_pieces_a_whole_run_takes_the_memory_of_a_piece(tmp_path) -> None:
+    """Training, checkpoints and evaluations. The peak of rows of 128 pieces, beside that of rows as long as a piece."""
+    (tmp_path / "text").write_bytes(bytes(range(97, 123)) * 60_000)
+    small = ["--embed-dim", "32", "--layers", "1", "--heads", "2"]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LONG, str(tmp_path / "text"), str(tmp_path), *small]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=one_thread).stdout
+    short, long = (int(line) * 1024 for line in printed.splitlines() if line.isdecimal())
+    assert long - short < 32768 * 400  # a piece by itself takes 20 times as much per token

@@ -81,6 +81,58 @@ def test_a_resumed_run_ends_with_the_same_bits(cut: int, options: dict, text: Pa
     assert all(torch.equal(a, b) for a, b in zip(_bits(trainer), _bits(resumed), strict=True))
 
 
+@pytest.mark.parametrize("place", [0, 1, 5, "evaluation"])
+def test_a_run_that_is_stopped_in_a_step_or_an_evaluation_ends_with_the_same_bits(
+    place, corpus, tmp_path
+) -> None:
+    def trainer() -> Trainer:
+        torch.manual_seed(0)
+        return Trainer(LanguageModel(TINY), corpus, replace(SHORT, steps=4, pieces=3, accumulation=2))
+
+    def stop(done: int, pieces: int) -> None:
+        if place in ("evaluation", done):
+            torch.rand(1)  # whatever the step draws before it is stopped
+            raise KeyboardInterrupt
+
+    run, undisturbed = trainer(), trainer()
+    for _ in range(2):
+        run.train_step()
+    with pytest.raises(KeyboardInterrupt):
+        run.evaluate(8, stop) if place == "evaluation" else run.train_step(stop)
+    run.save(tmp_path)
+    resumed, calls = Trainer.load(tmp_path, corpus), []
+    assert (resumed.step, run.may_stop) == (2, False)
+    for _ in range(2):
+        resumed.train_step(lambda *call: calls.append(call))
+    assert calls == [(done, 6) for done in range(7)] * 2
+    for _ in range(4):
+        undisturbed.train_step()
+    assert all(torch.equal(a, b) for a, b in zip(_bits(resumed), _bits(undisturbed), strict=True))
+
+
+@pytest.mark.parametrize(("length", "rows"), [(50, 3), (50, 64), (10**4, 64)])
+def test_an_evaluation_is_the_mean_over_rows_of_the_held_out_text(length, rows, corpus, monkeypatch) -> None:
+    """In pieces it is the same, and each piece is read alone."""
+    corpus = replace(corpus, train=corpus.all())
+    found = []
+    for pieces in (1, 3):
+        torch.manual_seed(0)
+        config = replace(SHORT, sequence_length=min(length, len(corpus.train) - 1), pieces=pieces)
+        trainer, sizes = Trainer(LanguageModel(TINY), corpus, config), []
+        losses = trainer._losses
+        monkeypatch.setattr(
+            trainer,
+            "_losses",
+            lambda x, *y, f=losses, s=sizes, **z: s.append(x.tokens.shape) or f(x, *y, **z),
+        )
+        found.append(trainer.evaluate(rows))
+        own = min(length, len(corpus.held_out) - 1)
+        assert max(columns for _, columns in sizes) == -(-own // pieces)
+        assert sum(b * n for b, n in sizes) == own * min(rows, (len(corpus.held_out) - 1) // own)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[0] == pytest.approx(8, abs=1)
+
+
 def test_other_text_is_refused_on_resume(trainer: Trainer, text: Path, tmp_path: Path) -> None:
     trainer.train_step()
     trainer.save(tmp_path / "run")

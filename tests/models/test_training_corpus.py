@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
 from linrope.models.training import Corpus, Text
 from linrope.models.training.batch import NO_TARGET, Batch, evenly_spaced_rows, row_starts
-from linrope.models.training.corpus import load_tokenizer
+from linrope.models.training.tokenizer import load_tokenizer
 
 
 def documents(part: Text) -> list[bytes]:
@@ -34,8 +35,8 @@ def test_files_lie_in_one_part_only_and_the_split_is_stable(text: Path) -> None:
 def test_the_path_of_a_corpus_holds_in_every_working_directory(text: Path, monkeypatch) -> None:
     monkeypatch.chdir(text.parent)
     corpus = Corpus.load(text.name)
-    assert (corpus.name, corpus.path) == (text.name, str(text))
-    assert Corpus.from_texts(["ab", "cd"]).path is None
+    assert (corpus.name, corpus.source) == (text.name, {"corpus": str(text)})
+    assert Corpus.from_texts(["ab", "cd"]).source is None
 
 
 def test_a_single_file_holds_its_end_out_and_cuts_no_character(tmp_path: Path) -> None:
@@ -237,8 +238,82 @@ def test_a_tokenizer_s_name_without_a_network_is_refused_at_once(monkeypatch: py
     assert time.monotonic() - start < 20  # transformers by itself tries five times, for most of a minute
 
 
-def test_spread_rows_begin_with_the_text_and_end_with_it(text: Path) -> None:
-    part = Corpus.load(text).train
-    starts = evenly_spaced_rows(part, 5, 16)
-    assert (starts[0], starts[-1]) == (0, len(part) - 17)
+@pytest.mark.parametrize(
+    ("size", "rows", "length"), [(1000, 5, 16), (1000, 64, 300), (33, 9, 16), (34, 2, 16)]
+)
+def test_spread_rows_begin_with_the_text_end_with_it_and_do_not_overlap(
+    size: int, rows: int, length: int
+) -> None:
+    tokens = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    starts = evenly_spaced_rows(Text(tokens, tokens[:1].long(), ("a",), size), rows, length)
+    assert len(starts) == min(rows, (size - 1) // length)
+    assert (starts[0], starts[-1]) == (0, size - 1 - length)
+    assert starts.diff().min() >= length
     assert starts.diff().max() - starts.diff().min() <= 1
+
+
+DOCUMENTS = [bytes(range(256)) * 2, b"\xff\x00", b"", b"\n" * 40]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        bytearray,
+        memoryview,
+        lambda x: torch.tensor([*x], dtype=torch.uint8, device="cpu"),
+        lambda x: np.frombuffer(x, np.uint8),
+    ],
+)
+def test_bytes_in_memory_or_in_files_are_the_tokens(make, tmp_path: Path) -> None:
+    expected = Corpus.from_bytes(DOCUMENTS)
+    assert sorted(documents(expected.all())) == sorted(DOCUMENTS)
+    assert expected.all().size == sum(map(len, DOCUMENTS))
+    assert Corpus.from_bytes(make(x) for x in DOCUMENTS).checksum == expected.checksum
+    for index, document in enumerate(DOCUMENTS):
+        (tmp_path / f"{index}.jsonl").write_bytes(document)
+    corpus = Corpus.load(tmp_path, binary=True)
+    assert sorted(documents(corpus.all())) == sorted(filter(None, DOCUMENTS))
+    assert Corpus.load_source(corpus.source).checksum == corpus.checksum
+    with pytest.raises(ValueError, match="binary=True: got a tokenizer"):
+        Corpus.load(tmp_path, object(), binary=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "cause"),
+    [
+        (
+            lambda: Corpus.from_texts("ACGT" * 1000),
+            r"texts: got a str, expected one string per document: \[text\]",
+        ),
+        (
+            lambda: Corpus.from_texts([b"ab"]),
+            "texts: document 0 is of type bytes, expected str; Corpus.from_bytes",
+        ),
+        (lambda: Corpus.from_bytes(b"ab"), r"documents: got one of type bytes, .*: \[document\]"),
+        (lambda: Corpus.from_bytes(np.zeros(9, np.uint8)), "documents: got one of type ndarray"),
+        (
+            lambda: Corpus.from_bytes(["ab", "cd"]),
+            "document 0 is a str of .* Corpus.from_texts takes strings",
+        ),
+        (
+            lambda: Corpus.from_bytes([torch.zeros(3, device="cpu")]),
+            r"document 0 is a Tensor of float32 and shape \(3,\)",
+        ),
+    ],
+)
+def test_a_lone_document_or_another_type_is_refused(call, cause: str) -> None:
+    with pytest.raises(TypeError, match=cause):
+        call()
+
+
+def test_a_text_of_its_own_can_be_held_out(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"all of {name}")
+    corpus = Corpus.load(tmp_path / "train/a.txt", held_out=tmp_path / "test/a.txt")
+    parts = [[b"all of train"], [b"all of test"]]
+    assert [documents(corpus.train), documents(corpus.held_out)] == parts
+    assert documents(corpus.all()) == [*parts[0], *parts[1]]  # of the same name, and not one document
+    assert Corpus.load_source(corpus.source).checksum == corpus.checksum
+    with pytest.raises(FileNotFoundError, match="absent: no such file"):
+        Corpus.load(tmp_path / "train", held_out=tmp_path / "absent")

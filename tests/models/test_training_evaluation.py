@@ -25,7 +25,11 @@ def corpus() -> Corpus:
 def test_pieces_give_what_whole_sequences_give(attention: str, corpus: Corpus) -> None:
     torch.manual_seed(0)
     model = LanguageModel(tiny(attention=attention)).double()
-    rows, text, length = bits_by_position(model, corpus.train, 100, piece=33, batch_size=2), corpus.train, 100
+    calls: list[tuple[int, int]] = []
+    rows = bits_by_position(
+        model, corpus.train, 100, piece=33, batch_size=2, on_piece=lambda *x: calls.append(x)
+    )
+    text, length = corpus.train, 100
 
     losses, ends = [], [*text.starts[1:].tolist(), len(text)]
     for start, end in zip(text.starts.tolist(), ends, strict=True):
@@ -35,6 +39,8 @@ def test_pieces_give_what_whole_sequences_give(attention: str, corpus: Corpus) -
                 logits = model(tokens[None, :-1])[0][0]
             losses.append(-logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].cpu() / math.log(2))
     assert 3 < len(losses) <= 64
+    pieces = 4 * -(-len(losses) // 2)
+    assert calls == [(done, pieces) for done in range(pieces + 1)]
     expected = torch.stack(losses)
     assert [row["start"] for row in rows] == [0, *(row["end"] for row in rows[:-1])]
     assert rows[-1]["end"] == length

@@ -67,8 +67,9 @@ def row_starts(text: Text, first: int, count: int, length: int, seed: int) -> Te
 
 
 def evenly_spaced_rows(text: Text, rows: int, length: int) -> Tensor:
-    """The index of the first token of each row: rows spaced evenly over the text."""
-    return torch.linspace(0, len(text) - length - 1, rows, dtype=torch.float64, device="cpu").long()
+    """The index of the first token of each row: at most ``rows``, spread evenly over the text without overlap."""
+    rows = min(rows, (len(text) - 1) // length)
+    return torch.arange(rows, device="cpu") * (len(text) - 1 - length) // max(1, rows - 1)
 
 
 @lru_cache(maxsize=4)

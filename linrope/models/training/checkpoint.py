@@ -13,7 +13,7 @@ from linrope.common.files import load_tensors, parse_json, save_tensors
 from linrope.common.locks import locked
 from linrope.models.folders import STEP
 from linrope.models.training.config import TrainingConfig
-from linrope.models.training.corpus import load_tokenizer
+from linrope.models.training.tokenizer import load_tokenizer
 
 _FORMAT, _VERSION = "linrope.Training", 1
 _REQUIRED = {"step", "config", "processes", "checksum"}

@@ -1,15 +1,12 @@
 """Reads texts as tokens and splits them into a training part and a held-out part."""
 
 import os
-import socket
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import numpy as np
 import torch
@@ -62,7 +59,8 @@ class Corpus:
     corpus of one document is cut in two.
 
     Without a tokenizer the tokens are bytes, and each document ends with a newline, unless the corpus is a single text
-    file. With a tokenizer, each document ends with the end-of-sequence token if the tokenizer has it.
+    file or was read as bytes. With a tokenizer, each document ends with the end-of-sequence token if the tokenizer has
+    it.
 
     >>> from linrope.models.training import Corpus
     >>> corpus = Corpus.from_texts(["to be", "or not", "to be"])
@@ -73,7 +71,9 @@ class Corpus:
     train: Text
     held_out: Text
     name: str
-    path: str | None = None  # the file or folder; empty: Python's standard library; None: texts in memory
+    # The arguments of load, for the metadata of checkpoints: "corpus" (empty: Python's standard library), "held_out"
+    # and "binary"; None: documents in memory
+    source: dict[str, str] | None = None
     tokenizer: Any = None
     skipped: tuple[str, ...] = ()  # files that are not text
     end: bytes = b""  # stands after each document, but in no file
@@ -86,6 +86,9 @@ class Corpus:
                 checksum = zlib.crc32(tensor.numpy().data, checksum)
         object.__setattr__(self, "checksum", checksum)
 
+    def __repr__(self) -> str:
+        return f"Corpus({self.describe()})"
+
     @property
     def vocab_size(self) -> int:
         return 256 if self.tokenizer is None else len(self.tokenizer)
@@ -93,7 +96,8 @@ class Corpus:
     def all(self) -> Text:
         """Both parts as one text, in which a document that was cut in two is whole again."""
         first, second = self.train, self.held_out
-        if len(first.names) == 1 and first.names == second.names:
+        was_cut = "held_out" not in (self.source or {})
+        if was_cut and len(first.names) == 1 and first.names == second.names:
             end = len(self.end) if self.tokenizer is None else int(self.tokenizer.eos_token_id is not None)
             tokens = torch.cat((first.tokens[: len(first) - end], second.tokens))
             return Text(tokens, first.starts, first.names, first.size - len(self.end) + second.size)
@@ -112,7 +116,13 @@ class Corpus:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str] | None = None, tokenizer: Any = None, *, for_training: bool = True
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        tokenizer: Any = None,
+        *,
+        held_out: str | os.PathLike[str] | None = None,
+        binary: bool = False,
+        for_training: bool = True,
     ) -> "Corpus":
         """Reads documents; default: the files of Python's standard library.
 
@@ -121,29 +131,53 @@ class Corpus:
                 which each text file is a document; or a dataset that ``datasets`` saved to disk (column
                 "text").
             tokenizer: a tokenizer of transformers; default: bytes.
+            held_out: another such path, all of which is held out; default: a twentieth of ``path``.
+            binary: whether a file is a document whatever it holds, and its bytes the tokens.
             for_training: whether a text whose parts are too short to train on is an error. False: they may be empty.
 
         Raises:
             FileNotFoundError: there is no such path.
-            ValueError: the text is not UTF-8, not JSON, or too short.
+            ValueError: the text is not UTF-8, not JSON, or too short, or binary is combined with a tokenizer.
             ModuleNotFoundError: the path is a saved dataset, and datasets is not installed.
         """
+        if binary and tokenizer is not None:
+            raise ValueError("binary=True: got a tokenizer, expected None: the tokens are the bytes")
         standard_library = path is None
-        root = Path(sysconfig.get_paths()["stdlib"] if path is None else path)
-        if not root.exists():
-            raise FileNotFoundError(f"{root}: no such file or folder")
-        single = root.is_file() and root.suffix not in _JSON_LINES  # one document: none follows it
+        name = "Python's standard library" if standard_library else str(path)
+        roots = [Path(sysconfig.get_paths()["stdlib"] if path is None else path)]
+        source = {"corpus": "" if standard_library else str(roots[0].absolute())}
+        if held_out is not None:
+            roots.append(Path(held_out))
+            source["held_out"] = str(roots[1].absolute())
+        if binary:
+            source["binary"] = "true"
         skipped: list[str] = []
-        documents = list(_documents(root, "*.py" if standard_library else "*", skipped))
-        name = "Python's standard library" if standard_library else str(root)
-        if not documents and skipped:
-            raise ValueError(f"{name}: got no text; skipped, as not UTF-8: {_first_five(skipped)}")
-        end = b"" if single else b"\n"
-        where = "" if path is None else str(root.absolute())
-        corpus = _split(documents, end, name, where, tokenizer)
+        pattern = "*.py" if standard_library else "*"
+        parts = [list(_documents(root, pattern, skipped, binary)) for root in roots]
+        if not parts[0] and skipped:
+            raise ValueError(
+                f"{name}: got no text; skipped, as not UTF-8: {_first_five(skipped)}; expected text, or binary=True"
+            )
+        # A text file alone is one document: none follows it.
+        single = all(root.is_file() and root.suffix not in _JSON_LINES for root in roots)
+        end = b"" if single or binary else b"\n"
+        corpus = _corpus(parts, end, name, source, tokenizer)
         if for_training:
             _check_parts(corpus)
         return replace(corpus, skipped=tuple(skipped))
+
+    @classmethod
+    def load_source(
+        cls, source: Mapping[str, str], tokenizer: Any = None, *, for_training: bool = True
+    ) -> "Corpus":
+        """Reads again what ``load`` read: ``source``, or the metadata of a checkpoint, which has the same keys."""
+        return cls.load(
+            source["corpus"] or None,
+            tokenizer,
+            held_out=source.get("held_out"),
+            binary="binary" in source,
+            for_training=for_training,
+        )
 
     def describe(self) -> str:
         """One line: the sizes of both parts, and the files that are not text."""
@@ -155,62 +189,54 @@ class Corpus:
         """Takes one string per document, such as a column of a dataset.
 
         Raises:
+            TypeError: texts is a single string, or one of them is not a string.
             ValueError: there is too little text.
         """
-        documents = [(f"{name} {index}", text.encode()) for index, text in enumerate(texts)]
-        corpus = _split(documents, b"\n", name, None, tokenizer)
-        _check_parts(corpus)
-        return corpus
+        if isinstance(texts, str):
+            raise TypeError(
+                "texts: got a str, expected one string per document: [text] for a single document"
+            )
+        documents = []
+        for index, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise TypeError(
+                    f"texts: document {index} is of type {type(text).__name__}, expected str; Corpus.from_bytes takes "
+                    "bytes and tensors"
+                )
+            documents.append((f"{name} {index}", text.encode()))
+        return _in_memory(documents, b"\n", name, tokenizer)
+
+    @classmethod
+    def from_bytes(cls, documents: Iterable[Any], name: str = "documents") -> "Corpus":
+        """Takes one document after another as bytes, or as one-dimensional tensors or arrays of uint8.
+
+        Raises:
+            TypeError: documents is a single one, or one of them is neither.
+            ValueError: there are too few bytes.
+
+        >>> from linrope.models.training import Corpus
+        >>> Corpus.from_bytes(torch.randint(256, (3, 100), dtype=torch.uint8))
+        Corpus(documents: 200 bytes to train on, 100 bytes held out)
+        """
+        if isinstance(documents, str | bytes | bytearray | memoryview) or getattr(documents, "ndim", 2) == 1:
+            raise TypeError(
+                f"documents: got one of type {type(documents).__name__}, expected one per document: [document] for a "
+                "single document"
+            )
+        named = [(f"{name} {index}", _as_bytes(index, document)) for index, document in enumerate(documents)]
+        return _in_memory(named, b"", name, None)
 
 
-def load_tokenizer(name: str | os.PathLike[str]) -> Any:
-    """Loads a tokenizer of transformers from a folder or by name.
-
-    A name is first looked up in the local cache, so that nothing waits for an absent network. Code that comes
-    with a tokenizer is not run.
-
-    Raises:
-        ModuleNotFoundError: transformers is not installed.
-        OSError, ValueError: there is no such tokenizer.
-    """
-    load = need("transformers", "linrope[huggingface]").AutoTokenizer.from_pretrained
-    options: dict[str, Any] = {"trust_remote_code": False}
-    if Path(name).is_dir():
-        return load(str(name), **options)
-    try:
-        return load(str(name), local_files_only=True, **options)
-    except (OSError, ValueError) as error:
-        if not _hub_answers():
-            raise OSError(
-                f"tokenizer={str(name)!r}: there is no such folder, it is not in the cache of Hugging Face's "
-                "hub, and the hub does not answer; expected a tokenizer's folder (as save_pretrained writes "
-                "it), or no tokenizer (then tokens are bytes)"
-            ) from error
-    return load(str(name), **options)
-
-
-def _hub_answers() -> bool:
-    """True if the hub, or the proxy in front of it, accepts a connection."""
-    hub = need("huggingface_hub", "linrope[huggingface]").constants
-    if hub.HF_HUB_OFFLINE:
-        return False
-    end = urlsplit(hub.ENDPOINT)
-    end = urlsplit(getproxies().get(end.scheme, hub.ENDPOINT))
-    try:
-        port = end.port or (80 if end.scheme == "http" else 443)
-        socket.create_connection((end.hostname or "", port), timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def _documents(root: Path, pattern: str, skipped: list[str]) -> Iterator[tuple[str, bytes]]:
+def _documents(root: Path, pattern: str, skipped: list[str], binary: bool) -> Iterator[tuple[str, bytes]]:
     """The name and text of each document that is not empty; appends files that are not text to skipped."""
+    if not root.exists():
+        raise FileNotFoundError(f"{root}: no such file or folder")
+    endings = () if binary else _JSON_LINES
     if root.is_file():
-        text = _read(root)
+        text = _read(root, binary)
         if text is None:
-            raise ValueError(f"{root}: expected UTF-8 text")
-        yield from _lines(root.name, text) if root.suffix in _JSON_LINES else [(root.name, text)]
+            raise ValueError(f"{root}: expected UTF-8 text, or binary=True to train on its bytes")
+        yield from _lines(root.name, text) if root.suffix in endings else [(root.name, text)]
     elif (root / "dataset_info.json").is_file() or (root / "dataset_dict.json").is_file():
         dataset = need("datasets", "datasets").load_from_disk(str(root))
         dataset = dataset.get("train") if isinstance(dataset, dict) else dataset
@@ -223,16 +249,18 @@ def _documents(root: Path, pattern: str, skipped: list[str]) -> Iterator[tuple[s
             installed = {"site-packages", "dist-packages", "__pycache__"} & set(path.parts)
             if installed or any(part.startswith(".") for part in path.parts) or not file.is_file():
                 continue
-            name, text = path.as_posix(), _read(file)
+            name, text = path.as_posix(), _read(file, binary)
             if text is None:
                 skipped.append(name)
             elif text:
-                yield from _lines(name, text) if file.suffix in _JSON_LINES else [(name, text)]
+                yield from _lines(name, text) if file.suffix in endings else [(name, text)]
 
 
-def _read(file: Path) -> bytes | None:
-    """The bytes of the file if they are UTF-8 text, else None."""
+def _read(file: Path, binary: bool) -> bytes | None:
+    """The bytes of the file if they are UTF-8 text or may be anything, else None."""
     text = file.read_bytes()
+    if binary:
+        return text
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -252,23 +280,45 @@ def _lines(name: str, lines: bytes) -> Iterator[tuple[str, bytes]]:
             yield f"{name}, line {number}", text.encode()
 
 
-def _split(
-    documents: list[tuple[str, bytes]], end: bytes, name: str, path: str | None, tokenizer: Any
+def _as_bytes(index: int, document: Any) -> bytes:
+    if isinstance(document, bytes | bytearray | memoryview):
+        return bytes(document)
+    array = np.asarray(document)
+    if array.dtype != np.uint8 or array.ndim != 1:
+        raise TypeError(
+            f"documents: document {index} is a {type(document).__name__} of {array.dtype} and shape {array.shape}, "
+            "expected bytes, or one dimension of uint8; Corpus.from_texts takes strings"
+        )
+    return array.tobytes()
+
+
+def _in_memory(documents: list[tuple[str, bytes]], end: bytes, name: str, tokenizer: Any) -> Corpus:
+    corpus = _corpus([documents], end, name, None, tokenizer)
+    _check_parts(corpus)
+    return corpus
+
+
+def _corpus(
+    parts: list[list[tuple[str, bytes]]], end: bytes, name: str, source: dict[str, str] | None, tokenizer: Any
 ) -> Corpus:
-    parts: tuple[list[tuple[str, bytes]], list[tuple[str, bytes]]] = [], []
+    """The documents to train on and those held out; of a single part a twentieth is held out."""
+    parts = _split(parts[0]) if len(parts) == 1 else parts
+    train, held_out = (_tokenize([(x, text + end) for x, text in part], end, tokenizer) for part in parts)
+    return Corpus(train, held_out, name, source, tokenizer, end=end)
+
+
+def _split(documents: list[tuple[str, bytes]]) -> list[list[tuple[str, bytes]]]:
     if len(documents) == 1:
         ((only, text),) = documents
         cut = len(text) - len(text) // _HELD_OUT
         while cut < len(text) and text[cut] & 0xC0 == 0x80:  # moves out of a multi-byte character
             cut += 1
-        parts[0].append((only, text[:cut] + end))
-        parts[1].append((only, text[cut:] + end))
-    else:
-        held_out_indices = _held_out(documents)
-        for index, (document, text) in enumerate(documents):
-            parts[index in held_out_indices].append((document, text + end))
-    train, held_out = (_tokenize(part, end, tokenizer) for part in parts)
-    return Corpus(train, held_out, name, path, tokenizer, end=end)
+        return [[(only, text[:cut])], [(only, text[cut:])]]
+    indices = _held_out(documents)
+    return [
+        [document for index, document in enumerate(documents) if (index in indices) == held_out]
+        for held_out in (False, True)
+    ]
 
 
 def _check_parts(corpus: Corpus) -> None:

@@ -1,6 +1,7 @@
 """Bits per byte by position: does a model use long contexts, and does it extrapolate?"""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linrope.models.training.corpus import Text
+from linrope.models.training.progress import OnPiece, piece_counter
 
 
 @torch.no_grad()
@@ -19,6 +21,7 @@ def bits_by_position(
     sequences: int = 64,
     batch_size: int = 8,
     piece: int = 512,
+    on_piece: OnPiece | None = None,
 ) -> list[dict[str, float]]:
     """Bits per byte of tokens at positions 0 .. length - 1, in bins that grow by a factor of sqrt(2).
 
@@ -33,6 +36,7 @@ def bits_by_position(
         sequences: the largest number of sequences; they are spread evenly over the text.
         batch_size: the number of sequences in a batch.
         piece: the number of tokens in a piece.
+        on_piece: called with the number of pieces read and the number of all, before the first piece and after each.
 
     Returns:
         For each bin: start, end, bits_per_byte, sequences (their number), and error, the standard error of the
@@ -53,7 +57,10 @@ def bits_by_position(
         starts = starts[torch.linspace(0, len(starts) - 1, sequences, device="cpu").round().long()]
     edges = torch.tensor(sorted({0, length, *(round(2 ** (i / 2)) for i in range(64))}), device="cpu")
     edges = edges[edges <= length]
-    sums = torch.cat([_sums(model, text, part, edges, piece) for part in starts.split(batch_size)])
+    parts = starts.split(batch_size)
+    count_piece = piece_counter(on_piece, len(parts) * -(-length // piece))
+    count_piece()
+    sums = torch.cat([_sums(model, text, part, edges, piece, count_piece) for part in parts])
     bits = sums / edges.diff() / math.log(2) / text.bytes_per_token
     error = bits.std(0) / len(bits) ** 0.5 if len(bits) > 1 else torch.zeros_like(bits[0])
     columns = (edges[:-1], edges[1:], bits.mean(0), error)
@@ -76,7 +83,9 @@ def _starts(text: Text, length: int) -> Tensor:
     return text.starts[document] + length * (torch.arange(len(document), device="cpu") - first[document])
 
 
-def _sums(model: nn.Module, text: Text, starts: Tensor, edges: Tensor, piece: int) -> Tensor:
+def _sums(
+    model: nn.Module, text: Text, starts: Tensor, edges: Tensor, piece: int, count_piece: Callable[[], None]
+) -> Tensor:
     """Losses in nats, summed over each bin: (b, bins) float64."""
     device = next(model.parameters()).device
     length = int(edges[-1])
@@ -89,4 +98,5 @@ def _sums(model: nn.Module, text: Text, starts: Tensor, edges: Tensor, piece: in
         losses = F.cross_entropy(logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none")
         bins = torch.searchsorted(edges, positions[:-1], right=True) - 1
         sums.index_add_(1, bins, losses.double().cpu())
+        count_piece()
     return sums

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import Corpus
 from linrope.models.training.optional import need
 from linrope.models.training.processes import Processes, last_states
+from linrope.models.training.progress import OnPiece, piece_counter
 from linrope.recurrence.state import NO_KEYS
 
 
@@ -81,12 +83,11 @@ class Trainer:
             )
         if sequence_parallel > 1 and model.config.attention == "softmax":
             raise ValueError(f"sequence_parallel={sequence_parallel}: expected 1 with attention='softmax'")
-        for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
-            if len(part) <= config.sequence_length:
-                raise ValueError(
-                    f"sequence_length={config.sequence_length}: expected less than the {name} text, "
-                    f"{len(part)} tokens"
-                )
+        if len(corpus.train) <= config.sequence_length:
+            raise ValueError(
+                f"sequence_length={config.sequence_length}: expected less than the training text, {len(corpus.train)} "
+                "tokens"
+            )
         if accelerator is None:
             # cpu=True: without it accelerate treats each of several processes without a GPU as a lone one.
             cpu = not torch.cuda.is_available()
@@ -98,6 +99,8 @@ class Trainer:
             )
         self.model, self.corpus, self.config, self.accelerator = model, corpus, config, accelerator
         self.step = 0  # steps done
+        # Whether an exception raised at this moment leaves all that save() writes as it was before the step
+        self.may_stop = False
         # The checkpoints that this run wrote and, after load, all that were in its folder. save() keeps the last two.
         self._checkpoints: list[Path] = []
         self.processes = Processes(accelerator, sequence_parallel, tensor_parallel)
@@ -122,6 +125,9 @@ class Trainer:
         self.parallel, prepared = self.processes.prepare(model, optimizer)
         self.optimizer: torch.optim.Optimizer = prepared
 
+    def __repr__(self) -> str:
+        return f"Trainer({type(self.model).__name__}, {self.corpus!r}, {self.config}, step={self.step})"
+
     def learning_rate(self) -> float:
         """The rate of the next step: linear warm-up times a cosine that falls to a tenth."""
         config = self.config
@@ -129,8 +135,11 @@ class Trainer:
         progress = min(1.0, self.step / config.steps)
         return config.learning_rate * warm * (0.55 + 0.45 * math.cos(math.pi * progress))
 
-    def train_step(self) -> dict[str, float]:
+    def train_step(self, on_piece: OnPiece | None = None) -> dict[str, float]:
         """One update; returns step, bits_per_byte (of the loss), learning_rate and gradient_norm.
+
+        on_piece: called with the number of pieces read and the number of all, before the first piece and after each.
+            An exception that it raises stops the step, and save() writes what it would have written before the step.
 
         Raises:
             RuntimeError: the loss or a gradient is not finite. The model is not changed.
@@ -139,13 +148,14 @@ class Trainer:
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batches = [self.batch(turn) for turn in range(config.accumulation)]
-        targets = torch.stack([(batch.targets != NO_TARGET).sum() for batch in batches]).sum()
-        count = max(1, int(processes.sum(targets, "dp")))
-        self.optimizer.zero_grad()
-        scale = processes.scale() / count
-        losses = [self._backward(batch, scale, batch is batches[-1]) for batch in batches]
-        norm = processes.clip_gradients(self.parallel, config.clip)
+        with self._stoppable(config.accumulation * config.pieces, on_piece) as count_piece:
+            batches = [self.batch(turn) for turn in range(config.accumulation)]
+            targets = torch.stack([(batch.targets != NO_TARGET).sum() for batch in batches]).sum()
+            count = max(1, int(processes.sum(targets, "dp")))
+            self.optimizer.zero_grad()
+            scale = processes.scale() / count
+            losses = [self._backward(batch, scale, batch is batches[-1], count_piece) for batch in batches]
+            norm = processes.clip_gradients(self.parallel, config.clip)
         loss = float(processes.sum(torch.stack(losses).sum(dtype=torch.float64), "dp", "cp")) / count
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RuntimeError(
@@ -165,14 +175,30 @@ class Trainer:
         starts = row_starts(self.corpus.train, first, config.batch_size, config.sequence_length, config.seed)
         return Batch.read(self.corpus.train, starts, config.sequence_length).to(self.accelerator.device)
 
-    def _backward(self, batch: Batch, scale: float, last: bool) -> Tensor:
+    @contextmanager
+    def _stoppable(self, pieces: int, on_piece: OnPiece | None) -> Iterator[Callable[[], None]]:
+        """The part of a step or evaluation in which an exception may stop it; gives what counts the pieces read."""
+        random_state, count_piece = torch.get_rng_state(), piece_counter(on_piece, pieces)
+        try:
+            self.may_stop = True
+            count_piece()
+            yield count_piece
+        except BaseException:
+            torch.set_rng_state(random_state)
+            raise
+        finally:
+            self.may_stop = False
+
+    def _backward(self, batch: Batch, scale: float, last: bool, count_piece: Callable[[], None]) -> Tensor:
         """Adds this batch to the gradients; returns losses (b, n) in nats, 0 for others' tokens."""
         through, accelerator = self.config.gradients_through_pieces, self.accelerator
-        parts: list[Tensor] = []
         states: States | None = None
-        pieces, total = list(batch.cut(self.config.pieces)), torch.zeros(())
-        for piece in pieces:
-            end = piece is pieces[-1]
+        count, total = self.config.pieces, torch.zeros(())
+        losses = torch.empty(batch.targets.shape, device=batch.targets.device)
+        for number, (piece, place) in enumerate(
+            zip(batch.cut(count), losses.tensor_split(count, 1), strict=True), 1
+        ):
+            end = number == count
             with nullcontext() if last and (end or through) else accelerator.no_sync(self.parallel):
                 part, states = self._losses(piece, states, return_states=not end)
                 total = total.to(part) + part.sum() if through else part.sum()
@@ -180,8 +206,9 @@ class Trainer:
                     accelerator.backward(total * scale)
             if not through:
                 states = [state.detach() for state in states]
-            parts.append(part.detach())
-        return torch.cat(parts, 1)
+            place.copy_(part.detach())
+            count_piece()
+        return losses
 
     def _losses(
         self, batch: Batch, states: States | None = None, *, return_states: bool = False
@@ -216,17 +243,29 @@ class Trainer:
         return "in rows from " + "; ".join(self.corpus.train.place(start) for start in starts)
 
     @torch.no_grad()
-    def evaluate(self, rows: int = 64) -> float:
-        """Bits per byte on evenly spread rows of the held-out text. Every group of processes reads all rows."""
+    def evaluate(self, rows: int = 64, on_piece: OnPiece | None = None) -> float:
+        """Bits per byte on at most that many rows of the held-out text, which are evenly spread and do not overlap.
+
+        The rows are read in pieces, as in training. A text shorter than a row is one row. Every group of processes
+        reads all rows.
+
+        on_piece: as in train_step.
+        """
         self.model.eval()
         config, text = self.config, self.corpus.held_out
-        rows = min(rows, len(text) - config.sequence_length)
-        starts = evenly_spaced_rows(text, rows, config.sequence_length)
+        length = min(config.sequence_length, len(text) - 1)
+        parts = evenly_spaced_rows(text, rows, length).split(config.batch_size)
+        pieces = min(config.pieces, length)
         total, count = torch.zeros((), dtype=torch.float64, device=self.accelerator.device), 0
-        for part in starts.split(config.batch_size):
-            batch = Batch.read(text, part, config.sequence_length).to(self.accelerator.device)
-            total += self._losses(batch)[0].sum(dtype=torch.float64)
-            count += int((batch.targets != NO_TARGET).sum())
+        with self._stoppable(len(parts) * pieces, on_piece) as count_piece:
+            for part in parts:
+                batch = Batch.read(text, part, length).to(self.accelerator.device)
+                count += int((batch.targets != NO_TARGET).sum())
+                states: States | None = None
+                for number, piece in enumerate(batch.cut(pieces), 1):
+                    losses, states = self._losses(piece, states, return_states=number < pieces)
+                    total += losses.sum(dtype=torch.float64)
+                    count_piece()
         bits = float(self.processes.sum(total, "cp")) / math.log(2)
         return bits / max(1, count) / text.bytes_per_token
 
@@ -254,8 +293,7 @@ class Trainer:
             "checksum": str(self.corpus.checksum),
             "mixed_precision": str(self.accelerator.mixed_precision),
         }
-        if self.corpus.path is not None:
-            metadata["corpus"] = self.corpus.path
+        metadata |= self.corpus.source or {}
 
         def write(path: Path) -> None:
             self.model.save(path, weights)
