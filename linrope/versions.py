@@ -11,7 +11,6 @@ import torch
 
 from linrope import backends
 from linrope.backends import library
-from linrope.backends.protocol import Backend
 
 
 def versions() -> dict[str, Any]:
@@ -32,7 +31,7 @@ def versions() -> dict[str, Any]:
     """
     from linrope import __version__  # at call time, since linrope imports this module
 
-    modules = {name: _backend(name) for name in backends.NAMES if name != "auto"}
+    modules = {name: backends.available(name) for name in backends.NAMES if name != "auto"}
     native, triton = modules["native"], modules["triton"]
     sets, in_use, untested = [], None, None
     if isinstance(native, ModuleType):
@@ -89,15 +88,6 @@ def show_versions(*, as_json: bool = False) -> None:
 
 def _line(name: str, text: str) -> None:
     sys.stdout.write(f"{name:<17} {' '.join(text.split())}\n")
-
-
-def _backend(name: str) -> Backend | str:
-    """The backend, or why it can run no call at all on this machine."""
-    module = backends.load(name)
-    if isinstance(module, str):
-        return module
-    reason = module.why_not()
-    return module if reason is None else reason
 
 
 def _installed(package: str) -> str | None:

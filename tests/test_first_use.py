@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from linrope import LinearRoPEAttention
+from linrope import LinearRoPEAttention, backends
 from linrope.backends import library, native
 from linrope.first_use import difference
 from linrope.operation.plan import forget_plans
@@ -59,8 +59,10 @@ def test_a_wrong_kernel_is_not_used_and_one_warning_says_so(monkeypatch: pytest.
     forget_plans()
     spoil(monkeypatch, "forward")
     monkeypatch.setattr(native, "_untried", True)
+    monkeypatch.setattr(backends, "_warned", set())
     with pytest.warns(
-        RuntimeWarning, match="goes on without its compiled kernels: .*the output is off by"
+        RuntimeWarning,
+        match="plain PyTorch computes, .*: its kernels compute something else .*the output is off by",
     ) as seen:
         found = [layer(x) for _ in range(2)]
     assert len(seen) == 1
@@ -73,5 +75,4 @@ def test_kernels_that_raise_are_not_used_either(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(native, "_untried", True)
     monkeypatch.setattr(native, "_difference", None)
     monkeypatch.setattr(library, "run", None)
-    with pytest.warns(RuntimeWarning, match="TypeError"):
-        assert "TypeError" in str(native.why_not())
+    assert "TypeError" in str(native.why_not())

@@ -1,12 +1,16 @@
 """The table of backends, and the rule that chooses one for a call."""
 
+import warnings
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from linrope.backends import eager, equation, native, onnx
 from linrope.backends.protocol import Backend
 from linrope.common.argument_checks import check_name
 from linrope.common.private_names import forward_mode
-from linrope.common.tracing import exporting_to_onnx, has_tangents
+from linrope.common.tracing import exporting, exporting_to_onnx, has_tangents, traced
 from linrope.recurrence.call import Call, Resolved, differentiable, option_beyond
 from linrope.recurrence.state import LinearAttentionState
 
@@ -55,6 +59,8 @@ def first_of(name: str, call: Call, state: LinearAttentionState | None) -> Backe
         reason = backend if isinstance(backend, str) else _why_not(backend, call, state)
         if reason is None:
             return backend
+        if name == "auto" and not (traced(call.k) or exporting()):
+            _announce(candidate, call.k.device, reason)
     assert reason is not None
     return reason
 
@@ -69,6 +75,44 @@ def _auto(call: Call) -> list[str]:
     if exporting_to_onnx():
         return ["reference"]
     return _AUTO["cpu" if call.k.device.type == "cpu" else "cuda"]
+
+
+def _announce(candidate: str, device: torch.device, reason: str) -> None:
+    """Warns if this backend cannot run a call on the device because its kernels cannot run on this machine."""
+    if device.type in _AUTO and reason == kernels_here().get(candidate):
+        warn_of_missing(candidate, reason)
+
+
+def kernels_here() -> dict[str, str | None]:
+    """The backends with kernels for this machine's devices, by name, and why they cannot run here; None: they can."""
+    names = [_AUTO[device][0] for device in ("cpu", "cuda") if device == "cpu" or torch.cuda.is_available()]
+    found = {name: available(name) for name in names}
+    return {name: x if isinstance(x, str) else None for name, x in found.items()}
+
+
+_warned: set[str] = set()
+
+
+def warn_of_missing(name: str, reason: str) -> None:
+    """Warns once per process that these kernels cannot run."""
+    if name not in _warned:
+        _warned.add(name)
+        text = f"linrope's kernels (backend {name!r}) cannot run, so plain PyTorch computes, which is slower: {reason}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def in_words(name: str, weight: Tensor | None) -> str:
+    """A layer's backend for its repr: beside "auto" what it takes for tensors like this weight.
+
+    >>> from linrope import backends
+    >>> backends.in_words("auto", torch.ones(2, dtype=torch.float64))
+    'auto (eager)'
+    """
+    if name != "auto" or weight is None or weight.device.type not in _AUTO:
+        return name
+    kernels, *_, other = _AUTO[weight.device.type]
+    runs = weight.dtype != torch.float64 and kernels_here().get(kernels) is None
+    return f"auto ({kernels if runs else other})"
 
 
 def _why_not(backend: Backend, call: Call, state: LinearAttentionState | None) -> str | None:
@@ -94,3 +138,10 @@ def load(name: str) -> Backend | str:
             return str(error)
         return triton
     return MODULES[name]
+
+
+def available(name: str) -> Backend | str:
+    """The backend, or the reason why it can run no call at all on this machine."""
+    backend = load(name)
+    reason = backend if isinstance(backend, str) else backend.why_not()
+    return backend if reason is None else reason

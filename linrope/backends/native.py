@@ -4,7 +4,6 @@ Sums are float32, z is float64. For the backward pass the forward pass saves the
 with ``erase``, what each token wrote; the rest is recomputed from the inputs.
 """
 
-import warnings
 from importlib import import_module
 from typing import Any
 
@@ -54,7 +53,7 @@ def why_not() -> str | None:
 
 
 def _try() -> None:
-    """Compares the kernels with plain PyTorch where they have not been tested; if they differ, warns and stays away."""
+    """Compares the kernels with plain PyTorch where they have not been tested. If they differ, none of them runs."""
     global _untried, _difference
     _untried = False  # the comparison asks why_not, too
     # By name, because it stands above all that it calls.
@@ -63,11 +62,9 @@ def _try() -> None:
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     if found is not None:
-        _difference = f"its kernels compute something else than PyTorch on this machine ({found})"
-        warnings.warn(
-            f"linrope goes on without its compiled kernels: {_difference}. Please report what `linrope check` says",
-            RuntimeWarning,
-            stacklevel=2,
+        _difference = (
+            f"its kernels compute something else than PyTorch on this machine ({found}); "
+            "please report what `linrope check` says"
         )
 
 
@@ -94,8 +91,6 @@ def use_instruction_set(name: str) -> None:
 
 def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     f, e = call.k.shape[3], call.v.shape[3]
-    if (reason := why_not()) is not None:
-        return reason
     if call.k.device.type != "cpu":
         return f"tensors on {call.k.device}: native runs on CPUs only"
     if torch.float64 in (call.k.dtype, call.v.dtype):
@@ -108,7 +103,7 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
         return (
             f"{f} features and {e} values per head: native takes up to {MAX_DIM} of each; use backend='eager'"
         )
-    return None
+    return why_not()
 
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:

@@ -199,6 +199,7 @@ class LinearRoPEAttention(Mixer):
         there = {name: getattr(self, name) is not None for name in parts}
         there["write_gate"] = self.config.write_gate is not None  # a tied one has no module
         text += "".join(f", {names.get(name, name)}" for name in parts if there[name])
+        text += f", backend={backends.in_words(self.backend, next(self.parameters(), None))}"
         text += "" if self.normalize else ", normalize=False"
         text += "" if self.rope_order == "after" else ", rope_order=before"
         return text + ("" if self.causal else ", causal=False")

@@ -76,10 +76,10 @@ def test_enable_and_disable() -> None:
     linrope_transformers.disable()
     assert enabled() == []
     assert not replaced._replaced
-    assert repr(linrope_transformers.enable("mamba2")) == "Enabled(mamba2)"
+    assert repr(linrope_transformers.enable("mamba2")) == "Enabled(mamba2; backend: native)"
     again = linrope_transformers.enable("mamba2", "bamba", "bamba")
     assert again.families == ("bamba",)
-    assert repr(again) == "Enabled(bamba; enabled before: mamba2)"
+    assert repr(again) == "Enabled(bamba; enabled before: mamba2; backend: native)"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,12 @@ def test_the_page_names_all_families_that_are_refused_with_a_reason() -> None:
     [
         ("Mamba2", ValueError, "families='Mamba2': expected one of .* did you mean 'mamba2'"),
         ("mmba2", ValueError, "families='mmba2': expected one of .* did you mean 'mamba2'"),
-        ("../x", ValueError, "families='../x': expected one of"),
+        ("../x", ValueError, "families='../x': expected one of .*lfm3$"),
+        ("granite", ValueError, "does not run; expected one of .* did you mean 'granitemoehybrid'"),
+        ("Granite 4.0-H", ValueError, "expected one of .* did you mean 'granitemoehybrid'"),
+        ("kimi", ValueError, "expected one of .* did you mean 'kimi_linear'"),
+        ("Qwen/Qwen3.5-0.8B", ValueError, r"did you mean 'qwen3_5'\?$"),
+        ("qwen3.6", ValueError, "did you mean 'qwen3_5' or 'qwen3_5_moe' or 'qwen3_next' or 'qwen4_exp'"),
         (
             "mamba",
             ValueError,
@@ -127,7 +132,7 @@ def test_the_page_names_all_families_that_are_refused_with_a_reason() -> None:
         (
             "llama",
             ValueError,
-            "families='llama': a family of transformers that linrope does not run; expected one of",
+            "families='llama': a family of transformers that linrope does not run; expected one of .*lfm3$",
         ),
         (["mamba2", "bamba"], TypeError, "got a list, expected names as separate arguments"),
         (
@@ -284,6 +289,12 @@ def test_replaced_says_what_linrope_computes_in_a_model() -> None:
     with linrope_transformers.enable():
         assert linrope_transformers.replaced(softmax) == ()
         assert linrope_transformers.replaced(nn.Linear(2, 2)) == ()
+
+
+def test_replaced_takes_a_model_and_no_name() -> None:
+    message = "model: got a str, expected a model, not the name of its family"
+    with pytest.raises(TypeError, match=message):
+        linrope_transformers.replaced("qwen3_5")  # type: ignore[arg-type]
 
 
 def test_nothing_is_computed_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

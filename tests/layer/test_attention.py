@@ -148,10 +148,11 @@ def test_length_0_and_batch_0_give_empty_outputs_and_zero_gradients() -> None:
 
 
 def test_repr_says_what_the_layer_is_in_a_line() -> None:
-    line = repr(LinearRoPEAttention(16, 4, **ALL["all"])).split("\n")[1].strip()
+    line = repr(LinearRoPEAttention(16, 4, backend="eager", **ALL["all"])).split("\n")[1].strip()
     assert line == (
         "heads=4, kv_heads=2, head_dim=4, value_head_dim=6, feature_map=Hedgehog, rotary=selective "
-        "interleaved, decay=learned [0.5, 0.9998], forget_gate, short_conv, qk_norm, out_norm, gate"
+        "interleaved, decay=learned [0.5, 0.9998], forget_gate, short_conv, qk_norm, out_norm, gate, "
+        "backend=eager"
     )
     for options, parts in (
         ({"num_value_heads": 8}, ["heads=4, kv_heads=4, head_dim=4, value_heads=8", "q_proj", "o_proj"]),

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial, wraps
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from linrope import backends
-from linrope.common.argument_checks import check_name
+from linrope.common.argument_checks import expected_one_of
 from linrope.common.private_names import forward_behind_hooks
 from linrope.integrations.transformers import delta_rule, mamba2, minimax, packing, refusals, shared
 
@@ -109,7 +110,9 @@ class Enabled:
 
     def __repr__(self) -> str:
         already = f"enabled before: {', '.join(self.already)}" if self.already else ""
-        return f"Enabled({'; '.join(filter(None, (', '.join(self.families), already)))})"
+        kernels = [name for name, reason in backends.kernels_here().items() if reason is None]
+        backend = f"backend: {', '.join(kernels) or 'none, transformers computes'}"
+        return f"Enabled({'; '.join(filter(None, (', '.join(self.families), already, backend)))})"
 
 
 def enable(*families: str) -> Enabled:
@@ -121,7 +124,8 @@ def enable(*families: str) -> Enabled:
     the same, and results agree up to rounding. So do caches, except MiniMax's in half precision, whose sums are
     float32. On a CPU the backend "native" computes, on a GPU "triton"; but there scan and step stay mamba_ssm's, the
     convolution causal_conv1d's and the delta rule flash-linear-attention's, if these packages are installed. A call
-    that linrope does not support runs as before, and the logger "linrope.integrations.transformers" says why, once.
+    that linrope does not support runs as before, and the logger "linrope.integrations.transformers" says why, once. If
+    kernels for this machine's devices are missing, a RuntimeWarning says why, once.
 
     Args:
         families: some of ``FAMILIES``. Default: all that the installed transformers has and linrope can replace. The
@@ -139,8 +143,8 @@ def enable(*families: str) -> Enabled:
             replaced then.
 
     >>> from linrope.integrations import transformers as linrope_transformers
-    >>> linrope_transformers.enable("mamba2", "minimax")
-    Enabled(mamba2, minimax)
+    >>> linrope_transformers.enable("mamba2", "minimax")  # doctest: +ELLIPSIS
+    Enabled(mamba2, minimax; backend: ...)
     >>> linrope_transformers.disable()
     """
     _check_families(families)
@@ -154,6 +158,9 @@ def enable(*families: str) -> Enabled:
     except BaseException:
         disable(*targets)
         raise
+    for name, reason in backends.kernels_here().items():
+        if reason is not None:
+            backends.warn_of_missing(name, reason)
     return Enabled(tuple(targets), tuple(sorted(enabled.intersection(families or FAMILIES))))
 
 
@@ -174,6 +181,8 @@ def disable(*families: str) -> None:
 def replaced(model: nn.Module) -> tuple[str, ...]:
     """Names the parts of this model that run on linrope now; there are none if the C++ kernels are missing.
 
+    Raises TypeError if model is not an nn.Module.
+
     >>> from transformers import Mamba2Config, Mamba2Model
     >>> from linrope.backends import native
     >>> from linrope.integrations import transformers as linrope_transformers
@@ -186,6 +195,8 @@ def replaced(model: nn.Module) -> tuple[str, ...]:
     >>> linrope_transformers.replaced(model)
     ()
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got a {type(model).__name__}, expected a model, not the name of its family")
     # Offloaded weights are on the meta device
     if backends.native.why_not() is not None and any(
         x.device.type in ("cpu", "meta") for x in model.parameters()
@@ -238,13 +249,26 @@ def _check_families(families: tuple[object, ...]) -> None:
         if family in FAMILIES:
             continue
         known = family.isidentifier() and _in_transformers(family)
-        if family in NOT_RUN or known:
-            why = f" ({NOT_RUN[family]})" if family in NOT_RUN else ""
-            raise ValueError(
-                f"families={family!r}: a family of transformers that linrope does not run{why}; expected one of "
-                f"{', '.join(FAMILIES)}"
-            )
-        check_name("families", family, FAMILIES)
+        not_run, why = family in NOT_RUN or known, f" ({NOT_RUN[family]})" if family in NOT_RUN else ""
+        got = f"a family of transformers that linrope does not run{why}; " if not_run else ""
+        alike = [] if why else _alike(family)
+        if alike or not_run:
+            hint = f"; did you mean {' or '.join(map(repr, alike))}?" if alike else ""
+            raise ValueError(f"families={family!r}: {got}expected one of {', '.join(FAMILIES)}{hint}")
+        raise ValueError(f"families={family!r}: {expected_one_of(family, FAMILIES)}")
+
+
+def _alike(name: str) -> list[str]:
+    """The families whose names begin as this one: granitemoehybrid for "granite" and for "Granite 4.0-H"."""
+    wanted = re.sub("[^a-z0-9]", "", name.rpartition("/")[2].lower())
+    names = {family: family.replace("_", "") for family in FAMILIES}
+    for start in (wanted, re.split("[0-9]", wanted)[0]):
+        found = [
+            family for family, x in names.items() if start and (x.startswith(start) or start.startswith(x))
+        ]
+        if found:
+            return found
+    return []
 
 
 def _transformers() -> ModuleType:

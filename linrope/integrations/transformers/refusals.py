@@ -27,8 +27,8 @@ def tensors(x: Tensor, package: str = "") -> str | None:
         return f"tensors on {x.device}"
     if package and is_installed(package):
         return f"{package} is installed"
-    triton = backends.load("triton")
-    return triton if isinstance(triton, str) else triton.why_not()
+    triton = backends.available("triton")
+    return triton if isinstance(triton, str) else None
 
 
 @cache

@@ -1,0 +1,91 @@
+"""What says that the kernels cannot run: one warning per process, a layer's repr, and the repr of ``enable()``."""
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrope import LinearRoPEAttention, backends, linear_rope_attention
+from linrope.backends import native
+from linrope.integrations import transformers as linrope_transformers
+from linrope.operation.plan import forget_plans
+
+MESSAGE = (
+    "linrope's kernels (backend 'native') cannot run, so plain PyTorch computes, which is slower: not built"
+)
+
+
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(native, "why_not", lambda: "not built")
+    monkeypatch.setattr(backends, "_warned", set())
+    forget_plans()
+    yield
+    linrope_transformers.disable()
+    forget_plans()
+
+
+def attend(features: int = 8, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
+    q, k, v = torch.randn(3, 1, 5, 2, features, dtype=dtype)
+    return linear_rope_attention(q, k, v, backend=backend)
+
+
+def layer_call(**options: str) -> Tensor:
+    y: Tensor = LinearRoPEAttention.block(16, 2, **options)(torch.randn(1, 5, 16))
+    return y
+
+
+@pytest.mark.parametrize("call", [attend, layer_call, linrope_transformers.enable])
+def test_missing_kernels_are_announced_once_with_the_reason(call: Callable[[], object]) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for again in (call, call, attend, layer_call):
+            again()
+    assert [str(x.message) for x in seen] == [MESSAGE]
+
+
+def compiled() -> Tensor:
+    function: Callable[[], Tensor] = torch.compile(attend, backend="eager", fullgraph=True)
+    return function()
+
+
+def on_meta() -> Tensor:
+    x = torch.empty(1, 5, 2, 8, device="meta")
+    return linear_rope_attention(x, x, x)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda: attend(backend="eager"), id="a named backend"),
+        pytest.param(lambda: layer_call(backend="eager"), id="a layer with a named backend"),
+        pytest.param(lambda: attend(dtype=torch.float64), id="float64, which no kernel takes"),
+        pytest.param(lambda: attend(300), id="300 features, which no kernel takes"),
+        pytest.param(on_meta, id="a device without kernels"),
+        compiled,
+    ],
+)
+def test_calls_without_kernels_in_any_case_announce_nothing(call: Callable[[], object]) -> None:
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        call()
+
+
+def test_the_reprs_say_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LinearRoPEAttention(16, 2)
+    backends._warned.add("native")
+    enabled = linrope_transformers.enable("mamba2")
+    assert "backend=auto (eager)" in repr(layer)
+    assert repr(enabled) == "Enabled(mamba2; backend: none, transformers computes)"
+    monkeypatch.setattr(native, "why_not", lambda: None)
+    assert "backend=auto (native)" in repr(layer)
+    assert repr(enabled) == "Enabled(mamba2; backend: native)"
+    assert "backend=auto (eager)" in repr(layer.double())
+    for options, text in (
+        ({"backend": "reference"}, "backend=reference"),
+        ({"device": "meta"}, "backend=auto"),
+    ):
+        assert LinearRoPEAttention(16, 2, **options).extra_repr().endswith(text)
