@@ -30,6 +30,9 @@ class StateLayer:
     def __init__(self, state: State | None = None) -> None:
         self.state = state
 
+    def __repr__(self) -> str:
+        return f"StateLayer({self.state})"
+
     def take(self) -> State | None:
         """Gives the state away, since nobody else holds it: decoding may overwrite its memory."""
         if self.state is None or _is_read_only(self.state):
@@ -79,6 +82,8 @@ class LinRopeCache(Cache):
     >>> logits = model(torch.randint(50, (1, 10)), cache=cache).logits
     >>> cache.get_seq_length(), cache.layers[0].state.sums.kv.shape
     (10, torch.Size([1, 2, 16, 32]))
+    >>> cache
+    LinRopeCache(2 layers, 10 tokens, 11,792 bytes)
     """
 
     layers: list[StateLayer]  # type: ignore[assignment]
@@ -87,6 +92,11 @@ class LinRopeCache(Cache):
         super().__init__(layers=[])
         self.layers += [StateLayer() for _ in range(config.num_hidden_layers)]
         self.length = 0
+
+    def __repr__(self) -> str:
+        tensors = [x for y in self.layers if y.state is not None for x in y.state.tensors().values()]
+        size = sum(x.nbytes for x in tensors)
+        return f"LinRopeCache({len(self.layers)} layers, {self.length} tokens, {size:,} bytes)"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The number of tokens seen so far, padding included."""

@@ -94,6 +94,7 @@ class LinRopePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["LinRopeLayer"]  # noqa: RUF012
     _skip_keys_device_placement = list(NAMES)  # noqa: RUF012
+    _supports_sdpa = True
     _is_stateful = True  # a state cannot be rolled back: generate() refuses assisted decoding
     _can_record_outputs = {"hidden_states": LinRopeLayer}  # noqa: RUF012
 
@@ -112,11 +113,10 @@ class LinRopePreTrainedModel(PreTrainedModel):
 
     def _refuse_implementation(self, name: str, *_: Any, **__: Any) -> bool:
         raise ValueError(
-            f"attn_implementation: got {name}, expected None or 'eager': linrope computes the linear attention, and "
-            "'full_attention' layers always call torch.nn.functional.scaled_dot_product_attention"
+            f"attn_implementation: got {name}, expected 'sdpa', 'eager' or None: linrope computes the linear "
+            "attention, and 'full_attention' layers always call torch.nn.functional.scaled_dot_product_attention"
         )
 
-    _sdpa_can_dispatch = partialmethod(_refuse_implementation, "sdpa")
     _flash_attn_can_dispatch = partialmethod(_refuse_implementation, "flash attention")
     _flex_attn_can_dispatch = partialmethod(_refuse_implementation, "flex_attention")
 
@@ -205,6 +205,11 @@ class LinRopeModel(LinRopePreTrainedModel):
         if cache is not None and (not self.causal or len(cache) != len(self.layers)):
             expected = f"{len(self.layers)} layers" if self.causal else "None with is_causal=False"
             raise ValueError(f"cache: got {len(cache)} layers, expected {expected}")
+        if kwargs.get("output_attentions", self.config.output_attentions):
+            raise ValueError(
+                "output_attentions: got True, expected False: no layer forms a matrix of attention weights; "
+                "output_hidden_states=True returns what the layers compute"
+            )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         b, n, _ = x.shape
         if shard is not None:

@@ -3,7 +3,9 @@
 import importlib
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from transformers import ByT5Tokenizer, pipeline
 
 from linrope.models import huggingface
 from linrope.models.huggingface import LinRopeForCausalLM
-from tests.models.huggingface.tiny import config, tokens
+from tests.models.huggingface.tiny import HYBRID, config, tokens
 
 
 @pytest.fixture
@@ -75,14 +77,30 @@ def test_heads_learn() -> None:
         assert all(p.grad is not None for p in model.model.layers.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "got"),
-    [("sdpa", "sdpa"), ("flash_attention_2", "flash attention"), ("flex_attention", "flex_attention")],
-)
-def test_another_attention_asked_for_by_name_says_what_there_is(name: str, got: str) -> None:
-    message = f"^attn_implementation: got {got}, expected None or 'eager': linrope"
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+def test_another_attention_asked_for_by_name_says_what_there_is(name: str) -> None:
+    message = f"^attn_implementation: got {name[:5]}.*, expected 'sdpa', 'eager' or None: linrope"
     with pytest.raises(ValueError, match=message):
         LinRopeForCausalLM._from_config(config(), attn_implementation=name)
+
+
+@pytest.mark.parametrize("options", [{}, HYBRID])
+def test_the_attention_that_training_scripts_ask_for_changes_nothing(options: dict[str, Any]) -> None:
+    found = []
+    for name in (None, "sdpa", "eager"):
+        torch.manual_seed(0)
+        found.append(LinRopeForCausalLM._from_config(config(**options), attn_implementation=name).eval())
+    one, *others = [model(tokens(2, 9)).logits for model in found]
+    assert all(torch.equal(one, x) for x in others)
+
+
+@pytest.mark.parametrize("how", ["call", "config", "generate"])
+def test_weights_of_the_attention_are_refused(how: str) -> None:
+    asked = {"output_attentions": True}
+    model = LinRopeForCausalLM._from_config(config(**asked if how == "config" else {}))
+    call = partial(model.generate, max_new_tokens=1) if how == "generate" else model
+    with pytest.raises(ValueError, match=r"^output_attentions: got True, expected False: no layer forms"):
+        call(tokens(1, 3), **asked if how != "config" else {})
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
