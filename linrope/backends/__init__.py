@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from linrope.backends import eager, equation, native, onnx
+from linrope.backends import bridge, eager, equation, native, onnx
 from linrope.backends.protocol import Backend
 from linrope.common.argument_checks import check_name
 from linrope.common.private_names import forward_mode
@@ -53,7 +53,9 @@ def first_of(name: str, call: Call, state: LinearAttentionState | None) -> Backe
     """The backend that ``choose`` takes, or the reason why none can run the call."""
     check_name("backend", name, NAMES)
     if name != "reference" and forward_mode() and has_tangents(differentiable(call, state)):
-        raise RuntimeError(f"backend={name!r}: got inputs with tangents (forward mode), expected 'reference'")
+        raise RuntimeError(
+            f"backend={name!r}: got inputs with tangents (forward mode), {bridge.EXPECTED_REFERENCE}"
+        )
     for candidate in _auto(call) if name == "auto" else (name,):
         backend = load(candidate)
         reason = backend if isinstance(backend, str) else _why_not(backend, call, state)

@@ -29,6 +29,13 @@ _getters = [attrgetter(*names) for names in _GROUPS]
 _BLANK = Call(q=None, k=torch.empty(0, device="cpu"), v=torch.empty(0, device="cpu"))
 
 
+# Whoever calls the models of transformers passes no backend.
+EXPECTED_REFERENCE = (
+    "expected 'reference', in the call or as layer.backend; for transformers' own models call disable() of "
+    "linrope.integrations.transformers before the model"
+)
+
+
 class _BackendCall(NamedTuple):
     backend: str
     call: Call
@@ -110,7 +117,7 @@ class _AttentionOperator(Operator[_BackendCall]):
             return _module(name).backward(call, sums, saved, ResultGradients(g_out, g_kv, g_z))
 
     def refusal(self, arguments: Any) -> str:
-        return f"second derivatives: got backend={arguments[len(self.types) - 1]!r}, expected 'reference'"
+        return f"second derivatives: got backend={arguments[len(self.types) - 1]!r}, {EXPECTED_REFERENCE}"
 
 
 ATTEND = _AttentionOperator()

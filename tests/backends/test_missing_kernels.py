@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def attend(features: int = 8, dtype: torch.dtype = torch.float32, backend: str =
     return linear_rope_attention(q, k, v, backend=backend)
 
 
-def layer_call(**options: str) -> Tensor:
+def layer_call(**options: Any) -> Tensor:
     y: Tensor = LinearRoPEAttention.block(16, 2, **options)(torch.randn(1, 5, 16))
     return y
 
@@ -84,8 +85,5 @@ def test_the_reprs_say_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "backend=auto (native)" in repr(layer)
     assert repr(enabled) == "Enabled(mamba2; backend: native)"
     assert "backend=auto (eager)" in repr(layer.double())
-    for options, text in (
-        ({"backend": "reference"}, "backend=reference"),
-        ({"device": "meta"}, "backend=auto"),
-    ):
-        assert LinearRoPEAttention(16, 2, **options).extra_repr().endswith(text)
+    assert LinearRoPEAttention(16, 2, backend="reference").extra_repr().endswith("backend=reference")
+    assert LinearRoPEAttention(16, 2, device="meta").extra_repr().endswith("backend=auto")

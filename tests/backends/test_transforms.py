@@ -132,7 +132,7 @@ def test_second_derivatives_are_refused(backend: str, causal: bool) -> None:
         with FlopCounterMode(display=False):
             return slope(y)
 
-    message = f"second derivatives: got backend='{backend}', expected 'reference'"
+    message = f"second derivatives: got backend='{backend}', expected 'reference', .* call disable\\(\\)"
     for second in (
         lambda: slope(x.clone()).sum().backward(),
         lambda: slope_through_the_dispatcher(x.clone()).sum().backward(),

@@ -10,6 +10,7 @@ Both continue from a state, so that a prefill, a chunk of it and a decoding step
 
 import copy
 import os
+import re
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,10 @@ class LinRopeLayer(GradientCheckpointingLayer):
         y = self.input_layernorm(x)
         if tokens.get("cu_seqlens") is not None:  # packed sequences lie in one row
             y = y.reshape(1, -1, y.shape[-1])
-        y = self.self_attn(y, state=state, return_state=return_state, **tokens)
+        try:
+            y = self.self_attn(y, state=state, return_state=return_state, **tokens)
+        except (TypeError, ValueError) as error:
+            raise type(error)(re.sub("^positions:", "position_ids:", str(error))) from error
         y, state = y if return_state else (y, None)
         x = x + y.view_as(x)
         x = x + self.mlp(self.post_attention_layernorm(x))
@@ -112,10 +116,8 @@ class LinRopePreTrainedModel(PreTrainedModel):
         """Does nothing: a saved folder names linrope's classes and gets no copy of their code."""
 
     def _refuse_implementation(self, name: str, *_: Any, **__: Any) -> bool:
-        raise ValueError(
-            f"attn_implementation: got {name}, expected 'sdpa', 'eager' or None: linrope computes the linear "
-            "attention, and 'full_attention' layers always call torch.nn.functional.scaled_dot_product_attention"
-        )
+        expected = "expected 'sdpa', 'eager' or None, which compute the same here"
+        raise ValueError(f"attn_implementation: got {name}, {expected}")
 
     _flash_attn_can_dispatch = partialmethod(_refuse_implementation, "flash attention")
     _flex_attn_can_dispatch = partialmethod(_refuse_implementation, "flex_attention")
@@ -206,10 +208,7 @@ class LinRopeModel(LinRopePreTrainedModel):
             expected = f"{len(self.layers)} layers" if self.causal else "None with is_causal=False"
             raise ValueError(f"cache: got {len(cache)} layers, expected {expected}")
         if kwargs.get("output_attentions", self.config.output_attentions):
-            raise ValueError(
-                "output_attentions: got True, expected False: no layer forms a matrix of attention weights; "
-                "output_hidden_states=True returns what the layers compute"
-            )
+            raise ValueError("output_attentions: got True, expected False: no layer forms attention weights")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         b, n, _ = x.shape
         if shard is not None:
