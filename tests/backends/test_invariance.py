@@ -354,3 +354,16 @@ def test_inference_mode_and_training_may_follow_each_other(inference_first, caus
     assert torch.equal(first, second)
     with torch.no_grad():
         assert torch.equal(linear_rope_attention(q, k, v, **how), first)
+
+
+@both_directions
+@pytest.mark.parametrize("backend", [NATIVE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "heads"), [(2047, 1), (2200, 8)])  # other rows are cut by tokens
+def test_a_row_has_the_same_bits_in_any_batch(n, heads, dtype, causal, backend) -> None:
+    q, k, v = randoms(3, n, heads, 8, dtype=dtype)
+    batch = linear_rope_attention(q, k, v, causal=causal, backend=backend)
+    for i in range(3):
+        row = slice(i, i + 1)
+        alone = linear_rope_attention(q[row], k[row], v[row], causal=causal, backend=backend)
+        assert torch.equal(alone, batch[row])
