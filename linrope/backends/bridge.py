@@ -29,10 +29,10 @@ _getters = [attrgetter(*names) for names in _GROUPS]
 _BLANK = Call(q=None, k=torch.empty(0, device="cpu"), v=torch.empty(0, device="cpu"))
 
 
-# Whoever calls the models of transformers passes no backend.
+# For callers of linrope's functions and layers, and for those of transformers' models, who pass no backend
 EXPECTED_REFERENCE = (
-    "expected 'reference', in the call or as layer.backend; for transformers' own models call disable() of "
-    "linrope.integrations.transformers before the model"
+    "expected 'reference', an argument of linear_rope_attention and an attribute of layers; for transformers' own "
+    "models call disable() of linrope.integrations.transformers first"
 )
 
 
