@@ -100,7 +100,7 @@ def warn_of_missing(name: str, reason: str) -> None:
     if name not in _warned:
         _warned.add(name)
         text = f"linrope's kernels (backend {name!r}) cannot run, so plain PyTorch computes, which is slower: {reason}"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def in_words(name: str, weight: Tensor | None) -> str:

@@ -40,6 +40,7 @@ from linrope.models.huggingface.prepared import step_of_generate, with_prepared_
 from linrope.models.huggingface.saving import auto_map, write_beside
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "out_norm", "q_norm", "k_norm")
+_OWN_NAMES = {"positions": "position_ids", "state": "cache"}  # of the attention's arguments
 
 
 class LinRopeMLP(nn.Module):
@@ -82,7 +83,8 @@ class LinRopeLayer(GradientCheckpointingLayer):
         try:
             y = self.self_attn(y, state=state, return_state=return_state, **tokens)
         except (TypeError, ValueError) as error:
-            raise type(error)(re.sub("^positions:", "position_ids:", str(error))) from error
+            message = re.sub(r"^\w+(?=:)", lambda match: _OWN_NAMES.get(match[0], match[0]), str(error))
+            raise type(error)(message) from error
         y, state = y if return_state else (y, None)
         x = x + y.view_as(x)
         x = x + self.mlp(self.post_attention_layernorm(x))
@@ -116,8 +118,7 @@ class LinRopePreTrainedModel(PreTrainedModel):
         """Does nothing: a saved folder names linrope's classes and gets no copy of their code."""
 
     def _refuse_implementation(self, name: str, *_: Any, **__: Any) -> bool:
-        expected = "expected 'sdpa', 'eager' or None, which compute the same here"
-        raise ValueError(f"attn_implementation: got {name}, {expected}")
+        raise ValueError(f"attn_implementation: got {name}, expected 'sdpa' or 'eager' (both call SDPA)")
 
     _flash_attn_can_dispatch = partialmethod(_refuse_implementation, "flash attention")
     _flex_attn_can_dispatch = partialmethod(_refuse_implementation, "flex_attention")

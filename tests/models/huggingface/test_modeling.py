@@ -283,6 +283,7 @@ def test_bad_arguments_are_refused() -> None:
          "cache: got a cache and packed sequences"),
         (model, {"position_ids": torch.tensor([0, 1, 2, 0, 1]), "cache": cache},
          "cache: got a cache and packed sequences"),
+        (model, {"input_ids": ids[:1], "cache": filled}, "^cache: got 2 sequences, expected 1"),
         (model, {"position_ids": torch.arange(4)}, r"^position_ids: got shape \(4,\), expected \(5,\) or"),
         (model, {"position_ids": torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 1, 2]])},
          "position_ids: falls to 1 at token 3 of row 1, expected positions that rise, or 0"),
