@@ -145,6 +145,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         SEQ_IDX | {"use_cache": True},
         "use_cache=True: expected False or None with packed",
     ),
+    "bounds that are no integers": (
+        {"cu_seq_lens_q": torch.tensor([0.0, 7.0, 20.0])},
+        r"cu_seq_lens_q: got \[0.0, 7.0, 20.0\] .* integers",
+    ),
 }
 
 

@@ -96,10 +96,11 @@ def _starts_of(name: str, x: Tensor, b: int, n: int) -> Tensor:
         if x.shape != (b, n):
             raise ValueError(f"seq_idx: got shape {tuple(x.shape)}, expected {(b, n)}")
         return _changes(x[:, 1:] != x[:, :-1])
-    if b != 1 or x.ndim != 1 or len(x) < 2 or x[0] != 0 or x[-1] != n or (x.diff() < 0).any():
+    bounds = x.ndim == 1 and len(x) > 1 and not x.is_floating_point()
+    if b != 1 or not bounds or x[0] != 0 or x[-1] != n or (x.diff() < 0).any():
         raise ValueError(
             f"{name}: got {x.tolist()} with {b} rows of {n} tokens, expected the bounds 0 .. {n} of packed "
-            "sequences in one row"
+            "sequences in one row, integers"
         )
     starts = torch.zeros(1, n, dtype=torch.bool, device=x.device)
     starts[0, x[x < n].long()] = True

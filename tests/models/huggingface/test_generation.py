@@ -216,7 +216,7 @@ def test_files_that_do_not_fit_are_refused(model: LinRopeForCausalLM, tmp_path: 
         LinRopeCache.load(path)
     cache.save(path)
     loaded = LinRopeCache.load(path, ids.device)
-    with pytest.raises(ValueError, match="^cache: made with"):
+    with pytest.raises(ValueError, match=r"^cache: made with"):
         causal_lm(feature_map="relu", **HYBRID)(ids, cache=loaded)
     with pytest.raises(ValueError, match="cache: got 2 layers, expected 3"):
         causal_lm(num_hidden_layers=3)(ids, cache=loaded)
