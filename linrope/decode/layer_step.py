@@ -108,7 +108,7 @@ def _arguments(layer: LinearRoPEAttention, state: LayerState) -> dict[str, Any]:
         "norm": scale,
         "norm_eps": 1e-6 if norm is None else norm.eps or 0.0,
         "over_heads": layer.norm_over == "all",
-        "gate_first": layer.gate_order == "before",
+        "gate_first": (layer.config.gate if norm is None else norm.gate_order) == "before",
         "skip": None if layer.skip is None else layer.skip.detach(),
-        "skip_first": layer.skip_order == "before",
+        "skip_first": (layer.config.skip if norm is None else norm.skip_order) == "before",
     }

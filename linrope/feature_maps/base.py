@@ -75,8 +75,8 @@ def is_feature_map(x: object) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if a call of the module does more than its forward method: a hook, or another forward put in its place."""
-    return bool(hooks_of(module)) or "forward" in module.__dict__
+    """True if a call of the module does more than its class says: a hook, or another method put in its place."""
+    return bool(hooks_of(module)) or not module.__dict__.keys().isdisjoint(("forward", "queries", "keys"))
 
 
 def widen(x: Tensor) -> Tensor:

@@ -58,12 +58,12 @@ class ElementwiseMap(FeatureMap):
     [1.0, 3.0]
     """
 
-    elementwise: str
-
     def __init__(self, name: str, head_dim: int) -> None:
         super().__init__()
         check_sizes(head_dim=head_dim)
-        self.elementwise = name
+        self.name = name
+        # A subclass may have other queries and keys, which kernels do not know.
+        self.elementwise = name if type(self) is ElementwiseMap else None
         self.head_dim = self.feature_dim = head_dim
         self.positive = ELEMENTWISE[name].positive
         self.log_scaled = name == "exp"
@@ -71,7 +71,7 @@ class ElementwiseMap(FeatureMap):
     def queries(self, q: Tensor) -> Features:
         if self.log_scaled:
             return exponential(q)
-        return ELEMENTWISE[self.elementwise].value(q)
+        return ELEMENTWISE[self.name].value(q)
 
     def keys(self, k: Tensor) -> Features:
         return self.queries(k)
@@ -90,12 +90,12 @@ class ElementwiseMap(FeatureMap):
         (tensor([ 0., -1.]), tensor(300., dtype=torch.float64))
         """
         if not self.log_scaled:
-            raise RuntimeError(f"centre: feature_map={self.elementwise!r} has no log_scale, expected 'exp'")
+            raise RuntimeError(f"centre: feature_map={self.name!r} has no log_scale, expected 'exp'")
         return centre(x)
 
     @property
     def identity(self) -> str:
-        return f"{self.elementwise}({self.feature_dim})"
+        return super().identity if self.elementwise is None else f"{self.name}({self.feature_dim})"
 
     def extra_repr(self) -> str:
-        return f"{self.elementwise!r}, {self.feature_dim}"
+        return f"{self.name!r}, {self.feature_dim}"

@@ -46,15 +46,19 @@ class Mixer(nn.Module):
         self.k_norm = RMSNorm(d, eps=1e-6, **factory) if config.qk_norm else None
         self.q_bias = nn.Parameter(torch.empty(h, d, **factory)) if config.qk_bias else None
         self.k_bias = nn.Parameter(torch.empty(g, d, **factory)) if config.qk_bias else None
-        self.skip_order, self.gate_order = config.skip, config.gate
         self.skip = None if config.skip is None else nn.Parameter(torch.empty(self.num_out_heads, **factory))
-        self.norm_over, self.out_norm = None, None
+        self.out_norm = None
         if norm is not None:
-            self.norm_over, size = norm.over, e if norm.over == "head" else inner
+            size = e if norm.over == "head" else inner
             orders = config.gate or "after", config.skip or "after"
             self.out_norm = OutputNorm(size, norm.eps or 1e-6, norm.over, *orders, **factory)
         self.g_proj = None if config.gate is None else nn.Linear(self.embed_dim, inner, bias=bias, **factory)
         self._reset_direct_parameters()
+
+    @property
+    def norm_over(self) -> str | None:
+        """What the output norm is over, "head" or "all"; None without one."""
+        return None if self.out_norm is None else self.out_norm.over
 
     @torch.no_grad()
     def _reset_direct_parameters(self) -> None:
@@ -97,10 +101,10 @@ class Mixer(nn.Module):
             out = gated_norm(
                 out,
                 gate=gate,
-                gate_order=self.gate_order or "after",
+                gate_order=self.config.gate or "after",
                 v=skipping,
                 skip=self.skip,
-                skip_order=self.skip_order or "after",
+                skip_order=self.config.skip or "after",
             )
         else:
             out = out.flatten(-2)

@@ -35,7 +35,8 @@ def map_features(call: Call, plan: Plan, tokens: Tokens) -> MappedInputs:
     if call.key_mask is not None:  # the map may overflow at padding, and 0 * inf is NaN
         k = k.masked_fill(~call.key_mask[:, :, None, None], 0)
     elementwise = "identity"
-    if isinstance(fmap, ElementwiseMap) and not has_hooks(fmap):  # exp: centred here, applied by the backend
+    if isinstance(fmap, ElementwiseMap) and fmap.elementwise is not None and not has_hooks(fmap):
+        # exp: centred here, applied by the backend
         elementwise, queries, keys = fmap.elementwise, None if q is None else fmap.centre(q), fmap.centre(k)
     else:
         positions = spell_out_positions(tokens, q, k) if fmap.positional else ()

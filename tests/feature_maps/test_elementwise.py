@@ -1,14 +1,17 @@
 """The elementwise maps: values, and what ``positive`` promises. Slopes are in test_slopes.py."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
-from linrope import feature_maps
-from linrope.feature_maps import ELEMENTWISE
+from linrope import LinearRoPEAttention, feature_maps, linear_rope_attention
+from linrope.feature_maps import ELEMENTWISE, ElementwiseMap, Features
 from tests.support.maps import plain
+from tests.support.oracle import BACKENDS, randoms
 
 FORMULAS = {
     "elu+1": lambda x: x + 1 if x >= 0 else math.exp(x),
@@ -53,3 +56,30 @@ def test_elu_plus_1_has_limits_at_infinity_and_keeps_a_nan(dtype: torch.dtype) -
     assert x.grad is not None
     assert torch.equal(x.grad[:7], torch.tensor([0, 0, x.grad[2], 1, 1, 1, 1], dtype=dtype))
     assert x.grad[7].isnan()
+
+
+class Doubled(ElementwiseMap):
+    """Its keys are twice those of its parent, which kernels do not know."""
+
+    def keys(self, k: Tensor) -> Features:
+        features = super().keys(k)
+        return (2 * features[0], features[1]) if isinstance(features, tuple) else 2 * features
+
+
+@pytest.mark.parametrize("of_instance", [False, True], ids=["subclass", "method of one object"])
+@pytest.mark.parametrize("name", ["elu+1", "exp"])
+def test_keys_of_a_subclass_are_computed_in_every_backend(name: str, of_instance: bool) -> None:
+    q, k, v = randoms(1, 9, 2, 4, dtype=torch.float32)
+    plain_map, fmap = feature_maps.make(name, 4), Doubled(name, 4)
+    if of_instance:
+        fmap = ElementwiseMap(name, 4)
+        fmap.keys = Doubled(name, 4).keys  # type: ignore[method-assign]
+    how: dict[str, Any] = {"normalize": False, "return_state": True}
+    for backend in ("auto", *BACKENDS):
+        out, _ = linear_rope_attention(q, k, v, feature_map=fmap, backend=backend, **how)
+        expected, state = linear_rope_attention(q, k, v, feature_map=plain_map, backend=backend, **how)
+        assert_close(out, 2 * expected)
+    if not of_instance:
+        with pytest.raises(ValueError, match=r"^state: made with .*; expected Doubled"):
+            linear_rope_attention(q, k, v, feature_map=fmap, state=state, **how)
+        assert "feature_map=Doubled" in repr(LinearRoPEAttention(8, 2, feature_map=fmap))
