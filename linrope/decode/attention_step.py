@@ -87,7 +87,7 @@ def prepare_attention(
     changed. If earlier calls passed angle_steps, steps have to pass them too.
 
     Args:
-        state: the state after the last token, without slots.
+        state: the state after the last token, without slots. Steps of a state without z take erase.
         feature_map: a map of single numbers, by name or as an object, or None. Others take ordinary calls.
         rotary: as in the calls that made the state.
         normalize: as in ``linear_rope_attention``, as are the others.

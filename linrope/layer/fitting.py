@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from linrope.feature_maps.elementwise import ElementwiseMap
 from linrope.layer.options import map_in_words
 from linrope.layer.trapezoid import check_map_and_rotation
 from linrope.operation import checks
@@ -19,17 +18,7 @@ def check_parts(layer: Any) -> None:
     checks.check_axes(layer.rotary, layer._decay is not None, fmap)
     name = map_in_words(layer.config.feature_map)
     if layer.erase_gate is not None:
-        if fmap.log_scaled:
-            raise ValueError(
-                f"feature_map={name}: its features have scales, which mean nothing with an erase_gate; expected 'unit'"
-            )
-        if isinstance(fmap, ElementwiseMap):
-            raise ValueError(
-                f"feature_map={name}: with an erase_gate keys must have length 1, or the state grows without bound; "
-                "expected 'unit', which may have an activation"
-            )
-        if layer.rotary is not None and layer.rotary.xpos is not None:
-            raise ValueError(f"rotary: got xpos={layer.rotary.xpos} with an erase_gate, expected xpos=None")
+        checks.check_parts_with_erase(fmap, layer.rotary, name, "an erase_gate")
     if layer.trapezoid is None:
         return
     check_map_and_rotation(fmap, layer.rotary, name)

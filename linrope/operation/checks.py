@@ -34,18 +34,13 @@ def check_settings(call: Call) -> FeatureMap | None:
     check_mask(call.key_mask, b, m, device)
     check_decay(call.decay, g, causal, device)
     check_write(call.write, v)
-    check_erase(call, v)
     check_cu_seqlens(call.cu_seqlens, b, n, m, device)
     fmap = resolve_map(call.feature_map, d)
+    check_erase(call, v, fmap)
     if call.normalize and fmap is not None and not fmap.positive:
         raise ValueError(
             f"feature_map={call.feature_map!r}: its features are signed, so the normalizer can vanish; "
             "expected normalize=False or a positive map"
-        )
-    if call.erase is not None and fmap is not None and fmap.log_scaled:
-        raise ValueError(
-            f"feature_map={call.feature_map!r}: its scales, which a normalizer would cancel, mean nothing with erase; "
-            "expected a map without a log_scale, such as 'unit'"
         )
     f = d if fmap is None else fmap.feature_dim
     rotated = d if rotates_before_map else f
@@ -241,12 +236,11 @@ def check_write(write: Tensor | None, v: Tensor) -> None:
     _check_per_token("write", write, v, "m")
 
 
-def check_erase(call: Call, v: Tensor) -> None:
+def check_erase(call: Call, v: Tensor, fmap: FeatureMap | None) -> None:
     """Checks erase, and refuses the options that the delta rule does not go with."""
-    erase, rotary = call.erase, call.rotary
-    if erase is None:
+    if call.erase is None:
         return
-    _check_per_token("erase", erase, v, "n")
+    _check_per_token("erase", call.erase, v, "n")
     if not call.causal:
         raise ValueError(
             "erase: got causal=False, expected causal=True: a key erases what earlier keys wrote; for both directions "
@@ -254,13 +248,29 @@ def check_erase(call: Call, v: Tensor) -> None:
         )
     if call.normalize:
         raise ValueError(
-            "erase: got normalize=True, expected normalize=False: with erase the normalizer can vanish; if you need "
-            "its output, divide by that of a second call with values of 1, rotary=None and normalize=False"
+            "erase: got normalize=True, expected normalize=False, and keys of length 1: feature_map='unit'; with erase "
+            "the normalizer can vanish; if you need its output, divide by that of a second call with values of 1, "
+            "rotary=None and normalize=False"
+        )
+    features = ", or None if q and k are features already"
+    check_parts_with_erase(fmap, call.rotary, repr(call.feature_map), "erase", features)
+
+
+def check_parts_with_erase(
+    fmap: FeatureMap | None, rotary: Rotary | None, name: str, option: str, or_else: str = ""
+) -> None:
+    """Refuses maps and rotations that the delta rule does not go with. name: the map's; option: of the delta rule."""
+    if fmap is not None and fmap.log_scaled:
+        raise ValueError(
+            f"feature_map={name}: its features have scales, which mean nothing with {option}; expected 'unit'"
+        )
+    if fmap is not None and fmap.elementwise is not None:
+        raise ValueError(
+            f"feature_map={name}: with {option} keys must have length 1, or the state grows without bound; "
+            f"expected 'unit', which may have an activation{or_else}"
         )
     if isinstance(rotary, Rotary) and rotary.xpos is not None:
-        raise ValueError(
-            f"erase: got a rotation with xpos={rotary.xpos}, expected one without: decay also fades old keys"
-        )
+        raise ValueError(f"rotary: got xpos={rotary.xpos} with {option}, expected xpos=None")
 
 
 def check_angle_steps(angle_steps: Tensor | None, v: Tensor, n: int, f: int, rotary: Rotary | None) -> None:
@@ -346,7 +356,7 @@ def check_state(call: Call, fmap: FeatureMap | None) -> None:
     if call.erase is not None and state.slots is not None and not state.identity.endswith(WITHOUT_Z):
         raise ValueError(
             "state: got rows of a pool with z, expected one without z: make the pool with erase, for example by "
-            "linear_rope_state(k[:, :0], v[:, :0], erase=erase[:, :0])"
+            "linear_rope_state(k[:, :0], v[:, :0], feature_map='unit', erase=erase[:, :0])"
         )
     if state.kv.device != k.device:
         raise ValueError(f"state: got device {state.kv.device}, expected {k.device}")

@@ -110,9 +110,9 @@ def linear_rope_attention(
             step size. None: 1. backend="native" does not store the products.
         erase: b, (b or 1, n, g or 1), as in DeltaNet: before token t writes, the share b of what its key reads is taken
             out. With S the sums that it finds, decayed, u_t = w_t v_t - b_t S^T R(Theta_t) psi(k_t) then takes the
-            place of w_t v_t. None: 0. Requires causal=True, normalize=False and a map without a log_scale, and allows
-            no xPos. The state has no z. It stays bounded only if b_t |psi(k_t)|^2 <= 2: take feature_map="unit" and
-            b <= 2, or divide b by |psi(k_t)|^2.
+            place of w_t v_t. None: 0. Requires causal=True and normalize=False, and allows no xPos. The state has no
+            z. It stays bounded only if b_t |psi(k_t)|^2 <= 2: take feature_map="unit" and b <= 2, or divide b by
+            |psi(k_t)|^2. Maps of single numbers, such as the default, and maps with a log_scale are refused.
         positions: integers (n,) or (b, n), 0 .. 2^31 - 1. Default: 0, 1, .., or the positions that follow the
             state. If rotary has axes they are required, (n, axes) or (b, n, axes). For padded batches (left or right):
             ``(key_mask.cumsum(1) - 1).clamp(min=0)``.

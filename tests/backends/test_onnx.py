@@ -24,7 +24,8 @@ def test_it_refuses_to_compute_in_pytorch() -> None:
     [*((x, {}, rf"{x}: ONNX's operator is for torch\.float32") for x in (torch.float64, torch.bfloat16)),
      (torch.float32, {"causal": False}, r"causal=False: .* use backend='reference'"),
      (torch.float32, {"cu_seqlens": torch.tensor([0, 1, 3])}, r"cu_seqlens: .* no packed sequences"),
-     (torch.float32, {"erase": torch.ones(1, 3, 2), "log_decay": torch.zeros(1, 3, 2, 4), "normalize": False},
+     (torch.float32, {"erase": torch.ones(1, 3, 2), "log_decay": torch.zeros(1, 3, 2, 4), "feature_map": None,
+                     "normalize": False},
       r"log_decay with a last axis of units: with erase it must be per head; use backend='reference'")],
 )  # fmt: skip
 def test_calls_that_the_operator_cannot_express_raise_the_reason(dtype, options, expected) -> None:

@@ -46,7 +46,7 @@ def test_vmap_grad_and_their_likes_are_those_of_reference(backend: str) -> None:
         share = gates.sigmoid() / 20
 
         def delta(y: Tensor, b: Tensor, name: str) -> Tensor:
-            return attend(y, name, erase=b, normalize=False)
+            return attend(y, name, erase=b, feature_map="unit", normalize=False)
 
         ways |= {
             "vmap with erase": lambda name: vmap(lambda y: delta(y, share, name))(x),
@@ -100,7 +100,7 @@ def test_forward_mode_is_refused_not_zero(backend: str) -> None:
         attend(forward_ad.make_dual(x, x), backend)
     share = torch.full((1, 5, 2), 0.1)
     with pytest.raises(RuntimeError, match=message):
-        jvp(lambda b: attend(x, backend, erase=b, normalize=False), (share,), (share,))
+        jvp(lambda b: attend(x, backend, erase=b, feature_map=None, normalize=False), (share,), (share,))
     with forward_ad.dual_level():  # without a tangent there is nothing to follow
         attend(x, backend)
 
@@ -113,7 +113,7 @@ def test_reference_has_forward_mode() -> None:
     erase = torch.full((1, 6, 2), 0.1, dtype=x.dtype)
 
     def delta(b: Tensor) -> Tensor:
-        return attend(x, "reference", erase=b, normalize=False)
+        return attend(x, "reference", erase=b, feature_map="unit", normalize=False)
 
     _, found = jvp(delta, (erase,), (erase,))
     assert_close(found, (delta(erase * (1 + 1e-6)) - delta(erase * (1 - 1e-6))) / 2e-6, rtol=1e-6, atol=1e-6)

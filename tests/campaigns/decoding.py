@@ -47,7 +47,8 @@ class Decoding:
             self.decay = torch.tensor(
                 [self.chance.choice([0.5, 0.9, 0.999, 1.0]) for _ in range(self.g)]
             ).double()
-        self.erases = not self.how.get("normalize", True) and self.chance.random() < 0.6
+        takes_erase = not isinstance(self.how.get("feature_map", "elu+1"), str)
+        self.erases = takes_erase and self.chance.random() < 0.6
         self.copied = self.call(self.inputs(POOL, 3, first=True), None, "eager")[1]
         self.pool = self.copied.clone()
         self.slots = torch.arange(POOL)
@@ -74,7 +75,6 @@ class Decoding:
                 chance.choice([0, 1, 2]) * self.rand(rows, tokens, chance.choice([1, g])).sigmoid()
             )
             fmap = self.how["feature_map"]
-            fmap = feature_maps.make(fmap, D) if isinstance(fmap, str) else fmap
             psi = made["k"] if fmap is None else fmap.keys(made["k"])
             squared = psi.square().sum(-1).amax(2, keepdim=True)
             made["erase"] = made["erase"] / squared.clamp(min=1e-3)

@@ -22,7 +22,13 @@ OPTIONS: dict[str, dict[str, Any]] = {  # what a stream's calls have in common
     "decay": {"decay": torch.tensor([0.9, 1 - 2.0**-24], dtype=torch.float64)},
     "gates and steps": {"gated": True, "steps": True},
     "running maximum": {"feature_map": "softmax", "gated": True},
-    "the delta rule": {"erases": True, "normalize": False, "gated": True, "steps": True},
+    "the delta rule": {
+        "erases": True,
+        "feature_map": "unit",
+        "normalize": False,
+        "gated": True,
+        "steps": True,
+    },
     "all": {"decay": torch.tensor([0.999, 1 - 2.0**-16], dtype=torch.float64), "gated": True, "steps": True},
 }
 

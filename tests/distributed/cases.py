@@ -55,7 +55,7 @@ def strengths(n: int, rows: int = B, heads: int = G) -> Tensor:
     return -0.2 * gates(n, rows, heads)
 
 
-DELTA_RULE: dict[str, Any] = {"feature_map": "silu", "normalize": False}
+DELTA_RULE: dict[str, Any] = {"feature_map": "unit", "normalize": False}
 ALONE: dict[str, Callable[[int], dict[str, Any]]] = {
     "RoFormer's equation": lambda n: {"rotary": Rotary(D)},
     "no rotation, the numerator alone": lambda n: {"feature_map": "silu", "normalize": False},

@@ -105,7 +105,7 @@ def test_with_erase_all_ranks_join_the_backward_pass(wanted: str) -> None:
     parts = {name: shard.take(x.detach()).requires_grad_() for name, x in tokens.items()}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, erase: Tensor, shard: Shard | None = None) -> Tensor:
-        return linear_rope_attention(q, k, v, erase=erase, feature_map="silu", normalize=False, shard=shard)
+        return linear_rope_attention(q, k, v, erase=erase, feature_map="unit", normalize=False, shard=shard)
 
     out = checkpoint(attend, *parts.values(), shard=shard, use_reentrant=False)
     (found,) = torch.autograd.grad(out.square().sum() * (shard.rank == shard.size - 1), parts[wanted])
@@ -192,7 +192,7 @@ def test_rows_of_a_pool_are_read_and_written_by_every_rank_as_by_one_process() -
         out = linear_rope_attention(*parts, state=many.at(slots), shard=shard, **HOW)
     found = {"out": out} | many.tensors()
     torch.testing.assert_close(found, {"out": shard.take(expected)} | one.tensors(), rtol=0, atol=1e-13)
-    erase = {"erase": q.new_zeros(2, shard.length, 1), "normalize": False}
+    erase = {"erase": q.new_zeros(2, shard.length, 1), "feature_map": "unit", "normalize": False}
     with pytest.raises(ValueError, match="state: got rows of a pool with z"):
         linear_rope_attention(*parts, state=many.at(slots), shard=shard, **HOW, **erase)
     shard = Shard(lengths=even(5), cu_seqlens=[0, n, n])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from linrope import LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
+from linrope.feature_maps import ELEMENTWISE
 from tests.support.oracle import DATA, both_directions, every_backend, everything, random_state, randoms
 
 N, G, D = 5, 2, 4
@@ -63,11 +64,18 @@ VALUES: list[tuple[dict[str, Any], str]] = [
       for x in GATES_OF_SHAPES),
     *(({"erase": zeros(*x)}, f"erase: got shape {x}, expected (b or 1, n, g or 1) = (1, 5, 2)")
       for x in GATES_OF_SHAPES),
-    ({"erase": zeros(1, N, G)}, "erase: got normalize=True, expected normalize=False"),
+    ({"erase": zeros(1, N, G)},
+     "erase: got normalize=True, expected normalize=False, and keys of length 1: feature_map='unit'"),
     ({"erase": zeros(1, N, G), "normalize": False, "causal": False}, f"erase: {IN_TIME}"),
-    ({"erase": zeros(1, N, G), "normalize": False, "rotary": XPOS}, "erase: got a rotation with xpos=9.0"),
-    *(({"erase": zeros(1, N, G), "normalize": False, "feature_map": x}, "nothing with erase; expected a map without")
+    ({"erase": zeros(1, N, G), "normalize": False, "feature_map": "unit", "rotary": XPOS},
+     "rotary: got xpos=9.0 with erase"),
+    *(({"erase": zeros(1, N, G), "normalize": False, "feature_map": x},
+       f"feature_map='{x}': its features have scales, which mean nothing with erase; expected 'unit'")
       for x in ("exp", "softmax")),
+    *(({"erase": zeros(1, N, G), "normalize": False, "feature_map": x},
+       f"feature_map='{x}': with erase keys must have length 1, or the state grows without bound; expected 'unit', "
+       "which may have an activation, or None if q and k are features already")
+      for x in ELEMENTWISE if x != "exp"),
     *(({name: zeros(1, N, G, 2).to("meta")}, f"{name}: got device meta") for name in DATA),
     *(({name: zeros(1, N + 1, G, 2)}, f"{name}: got shape (1, 6, 2, 2), expected (b or 1, ") for name in DATA),
     ({"log_decay": zeros(1, N, G) + 0.5}, "got up to 0.5, exp"),

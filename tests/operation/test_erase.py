@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from linrope import LinearAttentionState, Rotary, linear_rope_attention, linear_rope_state
+from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention, linear_rope_state
 from linrope.backends import native
 from linrope.recurrence.identities import WITHOUT_Z
 from tests.support.contract import instruction_set
@@ -19,7 +19,8 @@ B, N, H, G, F, E = 2, 37, 4, 2, 6, 3
 COMPUTE = ("reference", "eager")
 computing = pytest.mark.parametrize("backend", COMPUTE)
 computing_float32 = pytest.mark.parametrize("backend", [*COMPUTE, NATIVE, "triton"])
-WITHOUT: dict[str, Any] = {"feature_map": "silu", "normalize": False, "rotary": Rotary(F)}
+UNIT = feature_maps.make("unit", F, activation="silu")
+WITHOUT: dict[str, Any] = {"feature_map": UNIT, "normalize": False, "rotary": Rotary(F)}
 Tensors = tuple[list[Tensor], dict[str, Tensor]]
 
 
@@ -291,13 +292,14 @@ def test_what_is_no_number_reaches_all_later_tokens_of_its_head_alone(
 
 @computing
 def test_a_normalizer_refuses_the_state(backend: str) -> None:
-    tensors = tokens()
-    _, state = call(tensors, backend, feature_map="elu+1", rotary=None, angle_steps=None)
+    tensors, positive = tokens(), feature_maps.make("unit", F, activation="elu+1")
+    _, state = call(tensors, backend, feature_map=positive, rotary=None, angle_steps=None)
     assert state.z.abs().max() == 0
     qkv = tensors[0]
     with pytest.raises(ValueError, match="state: made without z; expected normalize=False"):
-        linear_rope_attention(*qkv, state=state, backend=backend)
-    _, later = linear_rope_attention(*qkv, state=state, normalize=False, backend=backend, return_state=True)
+        linear_rope_attention(*qkv, feature_map=positive, state=state, backend=backend)
+    how = {"feature_map": positive, "normalize": False, "backend": backend}
+    _, later = linear_rope_attention(*qkv, state=state, **how, return_state=True)
     assert later.identity.endswith(WITHOUT_Z)
 
 
