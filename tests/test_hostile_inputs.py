@@ -181,7 +181,8 @@ def test_a_state_and_a_layer_refuse_what_does_not_fit(call, message: str) -> Non
            r"x: got torch.int64, expected a floating-point torch.Tensor")
           for model in (layer(), Encoder(8, 1, 2), Decoder(8, 1, 2), RMSNorm(8))),
         *((lambda make=make: make(8, 1, 2, ff_mult=4),
-           r"^got the keyword 'ff_mult', expected those of LinearRoPEAttention$") for make in (Encoder, Decoder)),
+           r"^got the keyword 'ff_mult', expected those of LinearRoPEAttention: num_kv_heads, ")
+          for make in (Encoder, Decoder)),
         (lambda: Encoder(8, 1, 2, bais=True), r"got the keyword 'bais', .*; did you mean 'bias'\?"),
         (lambda: layer()(np.ones((1, 3, 8))), r"x: got ndarray, expected a floating-point torch.Tensor"),
         (lambda: layer(context_dim=6.0), r"context_dim=6.0: expected an integer"),

@@ -46,6 +46,7 @@ def send_state(call: Call, shard: Layout) -> SentState:
     """Sends the state of the last local document; in bidirectional packed calls, also that of the first."""
     _check_options(call)
     if shard.size == 1:
+        shard.check_length("k", call.k.shape[1])
         return SentState(shard, [], None)
     shard.agree(lambda: _describe(call, shard))
     call = _without_slots(call)
@@ -141,10 +142,7 @@ def _describe(call: Call, shard: Layout) -> str:
     k, v, state = call.k, call.v, call.state
     if state is not None and state.slots is not None and shard.cu_seqlens is None:
         check_state(of_keys, fmap)  # later the call has a copy of the rows
-    if k.shape[1] != shard.length:
-        raise ValueError(
-            f"k: got {k.shape[1]} tokens on rank {shard.rank}, expected its shard's {shard.length}"
-        )
+    shard.check_length("k", k.shape[1])
     if call.positions is not None or call.key_positions is not None:
         resolve(replace(call, q=None, state=None, cu_seqlens=shard.cu_seqlens))
     if state is not None and shard.cu_seqlens is not None:

@@ -24,6 +24,7 @@ def convolve_shard(
     """y of the local x (b, n, c), and the last inputs of all ranks' tokens or, if packed, of each local document."""
     width = convolution.taps - 1  # type: ignore[attr-defined]
     if shard.size == 1:
+        shard.check_length("x", x.shape[1])
         y, last = convolution(x, before, key_mask, shard.cu_seqlens)
         return y, last
     shard.agree(lambda: _describe(x, shard, width, before))
@@ -43,10 +44,7 @@ def convolve_shard(
 
 
 def _describe(x: Tensor, shard: Layout, width: int, before: Tensor | None) -> str:
-    if x.shape[1] != shard.length:
-        raise ValueError(
-            f"x: got {x.shape[1]} tokens on rank {shard.rank}, expected its shard's {shard.length}"
-        )
+    shard.check_length("x", x.shape[1])
     return (
         f"{x.dtype} inputs of the convolution (b, n, c) = ({x.shape[0]}, n, {x.shape[2]}), taps={width + 1}, "
         f"gradients={_differentiable(x)}, earlier inputs={before is not None}"

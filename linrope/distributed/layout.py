@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from linrope.common.keywords import shows
 from linrope.distributed.exchange import Channel
 
 DIMENSION = "cp"  # the mesh dimension that splits sequences, as torchtitan and accelerate name it
@@ -37,13 +38,18 @@ class Layout:
     ``linrope.distributed.Shard`` adds the calls that use a layout, and describes the arguments.
     """
 
+    @shows({}, required=["lengths"])
     def __init__(
         self,
         group: "dist.ProcessGroup | DeviceMesh | None" = None,
         *,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | None = None,
         cu_seqlens: Tensor | Sequence[int] | None = None,
     ) -> None:
+        if lengths is None:
+            raise TypeError(
+                "lengths: got None, expected the number of tokens of each rank, [n] in one process"
+            )
         self.channel = Channel(_group_of(group))
         self.rank, self.size = self.channel.rank, self.channel.size
         self.lengths = _integers("lengths", lengths)
@@ -79,6 +85,13 @@ class Layout:
     def length(self) -> int:
         """The number of tokens of this rank."""
         return self.lengths[self.rank]
+
+    def check_length(self, name: str, tokens: int) -> None:
+        """Raises ValueError unless a tensor has as many tokens as this rank holds. name: the tensor's."""
+        if tokens != self.length:
+            raise ValueError(
+                f"{name}: got {tokens} tokens on rank {self.rank}, expected its shard's {self.length}"
+            )
 
     @property
     def ranks_before(self) -> list[int]:

@@ -7,24 +7,37 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Never, Unpack
 
 from linrope import backends
 from linrope.common.argument_checks import check_name
 from linrope.common.constants import Constant
+from linrope.common.keywords import PYTORCH, check_keywords, shows
 from linrope.layer.choices import decay_units, make_decay, make_map, make_rotation
-from linrope.layer.config import OPTIONS, LayerConfig
+from linrope.layer.config import DEFAULTS, LayerConfig
 from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.fitting import check_context, check_inputs, check_parts
-from linrope.layer.keywords import check_keywords, layer_config, shows_options
+from linrope.layer.keywords import layer_config
 from linrope.layer.mixer import Mixer
 from linrope.layer.options import map_in_words
 from linrope.layer.selective import EraseGate, ForgetGate, WriteGate
 from linrope.layer.state import LayerState, next_state
 from linrope.layer.trapezoid import TrapezoidGate, trapezoidal_attention
+from linrope.layer.typed_options import LayerOptions
 from linrope.operation.functional import linear_rope_attention
 from linrope.operation.options import Options
-from linrope.operation.shards import LayerShard
+from linrope.operation.shards import LayerShard, check_shard
 from linrope.recurrence.state import LinearAttentionState
+
+_THIRD = (
+    f"got a third argument by place, expected options by name; in place of dropout use {PYTORCH['dropout']}"
+)
+_TOKENS = ("positions", "context_positions", "key_mask", "cu_seqlens", "state", "return_state", "shard")
+_IN_THE_CALL = PYTORCH | {
+    "key_positions": "context_positions",
+    "log_decay": "forget_gate=True in the constructor, or linear_rope_attention",
+    **{name: f"{name} in the constructor, LinearRoPEAttention(.., {name}=..)" for name in DEFAULTS},
+}
 
 
 class LinearRoPEAttention(Mixer):
@@ -64,16 +77,21 @@ class LinearRoPEAttention(Mixer):
     torch.Size([2, 1, 256])
     """
 
-    @shows_options(*OPTIONS)
+    # Read by nn.TransformerEncoderLayer before its call, which then says what to use instead of that class.
+    batch_first, in_proj_bias, _qkv_same_embed_dim = True, None, False
+
+    @shows(DEFAULTS)
     def __init__(
         self,
         embed_dim: int | LayerConfig,
         num_heads: int | None = None,
-        *,
+        *others: Never,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **options: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
+        if others:
+            raise TypeError(_THIRD)
         config = layer_config(embed_dim, num_heads, options)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         check_name("backend", config.backend, backends.NAMES)
@@ -125,21 +143,27 @@ class LinearRoPEAttention(Mixer):
         self._reset_decay()
 
     @classmethod
+    @shows(DEFAULTS)
     def block(
         cls,
         embed_dim: int,
         num_heads: int,
-        *,
+        *others: Never,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **changes: Any,
+        **changes: Unpack[LayerOptions],
     ) -> "LinearRoPEAttention":
         """The layer of this library's models: ``LayerConfig.block`` with these changes.
+
+        They are the options of the constructor, above all causal, num_kv_heads, forget_gate, decay and rotary, which
+        ``linrope.layer.config.LayerConfig`` describes. The defaults shown are the bare layer's; ``LayerConfig.block``
+        says what a block has.
 
         >>> LinearRoPEAttention.block(256, 8)(torch.randn(2, 100, 256)).shape
         torch.Size([2, 100, 256])
         """
-        check_keywords(cls.__name__, changes)
+        if others:
+            raise TypeError(_THIRD)
         return cls(LayerConfig.block(embed_dim, num_heads, **changes), device=device, dtype=dtype)
 
     @torch.no_grad()
@@ -232,11 +256,12 @@ class LinearRoPEAttention(Mixer):
         return_state: Literal[True],
         shard: LayerShard | None = ...,
     ) -> tuple[Tensor, LayerState]: ...
+    @shows({}, required=["x"])
     def forward(
         self,
-        x: Tensor,
+        x: Tensor = None,  # type: ignore[assignment]
         context: Tensor | None = None,
-        *,
+        *others: Any,
         positions: Tensor | None = None,
         context_positions: Tensor | None = None,
         key_mask: Tensor | None = None,
@@ -244,11 +269,14 @@ class LinearRoPEAttention(Mixer):
         state: LayerState | None = None,
         return_state: bool = False,
         shard: LayerShard | None = None,
+        **unknown: Any,
     ) -> Tensor | tuple[Tensor, LayerState]:
         """Maps x (b, n, embed_dim), and context (b, m, context_dim), to y (b, n, embed_dim) or (y, state).
 
         context_positions are the key_positions of ``linear_rope_attention``; the other arguments are called as there.
         """
+        if others or unknown:
+            check_keywords("the layer's call", ["value"] if others else unknown, _TOKENS, _IN_THE_CALL)
         self._check_call(x, context, state, shard)
         c = x if context is None else context
         q, k, v, conv = None, self.k_proj(c), self.v_proj(c), None
@@ -301,8 +329,10 @@ class LinearRoPEAttention(Mixer):
     ) -> None:
         """Rejects what the operation cannot see. The operation checks the rest."""
         check_inputs(x, context, self.embed_dim, self.context_dim, self.causal)
-        if shard is not None and self.trapezoid is not None:
-            raise ValueError("shard: got a shard with trapezoid=True, expected None")
+        if shard is not None:
+            check_shard(shard)
+            if self.trapezoid is not None:
+                raise ValueError("shard: got a shard with trapezoid=True, expected None")
         if context is not None:
             check_context(self, shard)
         if state is not None:

@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from linrope.common.argument_checks import check_bools, check_integers, check_name, check_sizes
+from linrope.common.keywords import check_keywords, shows
 from linrope.layer.options import (
     DECAYS,
     ERASE_GATES,
@@ -27,8 +28,10 @@ from linrope.layer.options import (
 
 if TYPE_CHECKING:
     from torch import nn
+    from typing_extensions import Unpack
 
     from linrope.feature_maps import FeatureMap
+    from linrope.layer.typed_options import LayerOptions, Order
     from linrope.rotation.rotary import Rotary
 
 WRITE_GATES = ("tied", "independent")
@@ -44,7 +47,6 @@ SIZES = (
 )
 FORWARD_IN_TIME = ("forget_gate", "erase_gate", "short_conv", "trapezoid")  # in causal self-attention only
 LARGEST = 2**31 - 1  # size
-Order = Literal["before", "after"]
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class LayerConfig:
 
     if TYPE_CHECKING:  # options may be given in short, which the types of the fields do not say
 
-        def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None: ...
+        def __init__(self, embed_dim: int, num_heads: int, **options: Unpack[LayerOptions]) -> None: ...
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -321,8 +323,8 @@ class LayerConfig:
         return [*chosen, "rotary='selective'"] if self.has_selective_steps else chosen
 
     @classmethod
-    def block(cls, embed_dim: int, num_heads: int, **changes: Any) -> LayerConfig:
-        """The attention of this library's models, with these changes.
+    def block(cls, embed_dim: int, num_heads: int, **changes: Unpack[LayerOptions]) -> LayerConfig:
+        """The attention of this library's models, with these changes, which are options of LayerConfig.
 
         Values are twice as wide as keys, a quarter of the features is rotated, and there are an output norm, a skip and
         a gate. A causal block also has a convolution and a forget gate with a tied write gate, unless the forget gate
@@ -336,6 +338,7 @@ class LayerConfig:
         >>> LayerConfig.block(256, 8).write_gate, LayerConfig.block(256, 8, forget_gate=False).decay
         ('tied', DecayOptions(name='spread', longest=4096.0))
         """
+        check_keywords("LayerConfig.block", changes, [*OPTIONS])
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
         options: dict[str, Any] = {"rotary": {"partial_rotary_factor": 1 / 4}}
         options |= {"out_norm": True, "skip": "after", "gate": True} | changes
@@ -380,3 +383,5 @@ class LayerConfig:
 PARTS = ("short_conv", "qk_norm", "out_norm", "skip", "gate")
 SHARED = ("num_kv_heads", "head_dim", "value_head_dim", "causal", "bias", *PARTS)
 OPTIONS = {each.name: each for each in fields(LayerConfig) if each.name not in ("embed_dim", "num_heads")}
+DEFAULTS = {name: each.default for name, each in OPTIONS.items()}
+shows(DEFAULTS)(LayerConfig.block.__func__)  # type: ignore[attr-defined]

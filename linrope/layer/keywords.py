@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
+from linrope.common.keywords import check_keywords
 from linrope.layer.config import OPTIONS, LayerConfig
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def layer_config(
@@ -26,35 +24,10 @@ def layer_config(
                 "got num_heads or options with a LayerConfig, expected dataclasses.replace to change it"
             )
         return embed_dim
-    check_keywords("LinearRoPEAttention", options)
+    check_keywords("LinearRoPEAttention", options, [*OPTIONS])
     if num_heads is None:
         raise TypeError("num_heads: got None, expected an integer")
     return LayerConfig(embed_dim, num_heads, **options)
-
-
-def check_keywords(layer: str, keywords: Mapping[str, object], known: Sequence[str] = tuple(OPTIONS)) -> None:
-    """Raises TypeError for a keyword that is no option of the layer."""
-    for name in keywords:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"got the keyword {name!r}, expected those of {layer}{hint}")
-
-
-def shows_options(*names: str) -> Callable[[Function], Function]:
-    """Lists these options in the signature of a constructor, in place of its ``**options``."""
-
-    def show(constructor: Function) -> Function:
-        signature = inspect.signature(constructor)
-        options = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default)
-            for name in names
-        ]
-        own = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
-        constructor.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-        return constructor
-
-    return show
 
 
 def meaning(name: str) -> str:

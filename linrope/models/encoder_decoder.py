@@ -7,17 +7,20 @@ Inputs and outputs are vectors (b, n, dim); the caller turns tokens, patches or 
 without context is the trunk of a language model. Its state has a constant size, with a context too.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from linrope.common.argument_checks import check_bools
+from linrope.common.keywords import check_keywords, shows
 from linrope.layer.attention import LinearRoPEAttention
-from linrope.layer.config import OPTIONS
+from linrope.layer.config import DEFAULTS
 from linrope.layer.fitting import check_vectors
-from linrope.layer.keywords import check_keywords
 from linrope.layer.norm import RMSNorm
 from linrope.layer.state import LayerState
+from linrope.layer.typed_options import BlockOptions
 from linrope.models.language_model import SwiGLU
 
 
@@ -28,17 +31,22 @@ class DecoderState(NamedTuple):
     context: LayerState | None
 
 
-def _factory(attention: dict[str, Any]) -> dict[str, Any]:
+_OPTIONS = {name: default for name, default in DEFAULTS.items() if name != "context_dim"} | {
+    "device": None,
+    "dtype": None,
+}
+
+
+def _factory(attention: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a LinearRoPEAttention that a linear layer and a norm have too.
 
     Raises TypeError if attention has others than those of a LinearRoPEAttention.
     """
-    known = [name for name in OPTIONS if name != "context_dim"]
-    check_keywords("LinearRoPEAttention", attention, [*known, "device", "dtype"])
+    check_keywords("LinearRoPEAttention", attention, [*_OPTIONS])
     return {name: attention[name] for name in ("device", "dtype") if name in attention}
 
 
-def _check_causal(attention: dict[str, Any], expected: bool, instead: str) -> None:
+def _check_causal(attention: Mapping[str, Any], expected: bool, instead: str) -> None:
     """Raises unless causal is what the module requires, or absent; instead: what to use for the other value."""
     causal = attention.get("causal", expected)
     check_bools(causal=causal)
@@ -56,7 +64,8 @@ class EncoderBlock(nn.Module):
             have its device and dtype.
     """
 
-    def __init__(self, dim: int, heads: int, **attention: Any) -> None:
+    @shows(_OPTIONS)
+    def __init__(self, dim: int, heads: int, **attention: Unpack[BlockOptions]) -> None:
         super().__init__()
         factory = _factory(attention)
         _check_causal(attention, False, "DecoderBlock(dim, heads), which sees the past alone")
@@ -86,7 +95,10 @@ class DecoderBlock(nn.Module):
             has the same feature_map, normalize and backend, and all parts the same device and dtype.
     """
 
-    def __init__(self, dim: int, heads: int, context_dim: int | None = None, **attention: Any) -> None:
+    @shows(_OPTIONS)
+    def __init__(
+        self, dim: int, heads: int, context_dim: int | None = None, **attention: Unpack[BlockOptions]
+    ) -> None:
         super().__init__()
         factory = _factory(attention)
         _check_causal(attention, True, "EncoderBlock(dim, heads), which sees all tokens")
@@ -95,7 +107,7 @@ class DecoderBlock(nn.Module):
         self.cross_norm = self.cross = None
         if context_dim is not None:
             names = ("feature_map", "normalize", "backend")
-            shared = factory | {name: attention[name] for name in names if name in attention}
+            shared = factory | {name: x for name, x in attention.items() if name in names}
             self.cross_norm = RMSNorm(dim, eps=1e-6, **factory)
             self.cross = LinearRoPEAttention(
                 dim, heads, context_dim=context_dim, causal=False, rotary=None, **shared
@@ -142,7 +154,8 @@ class Encoder(nn.Module):
     torch.Size([2, 10, 32])
     """
 
-    def __init__(self, dim: int, depth: int, heads: int, **attention: Any) -> None:
+    @shows(_OPTIONS)
+    def __init__(self, dim: int, depth: int, heads: int, **attention: Unpack[BlockOptions]) -> None:
         super().__init__()
         self.dim, factory = dim, _factory(attention)
         instead = "Decoder(dim, depth, heads), which sees the past alone and returns y and its states"
@@ -185,8 +198,14 @@ class Decoder(nn.Module):
     (torch.Size([1, 1, 32]), tensor([20]))
     """
 
+    @shows(_OPTIONS)
     def __init__(
-        self, dim: int, depth: int, heads: int, context_dim: int | None = None, **attention: Any
+        self,
+        dim: int,
+        depth: int,
+        heads: int,
+        context_dim: int | None = None,
+        **attention: Unpack[BlockOptions],
     ) -> None:
         super().__init__()
         self.dim, self.context_dim, factory = dim, context_dim, _factory(attention)

@@ -4,12 +4,15 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from typing_extensions import Unpack
+
 from linrope.common.argument_checks import check_bools, check_name, check_sizes
+from linrope.common.keywords import check_keywords, shows
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.choices import make_rotation
-from linrope.layer.config import LARGEST, OPTIONS, SHARED, LayerConfig
-from linrope.layer.keywords import check_keywords
+from linrope.layer.config import DEFAULTS, LARGEST, OPTIONS, SHARED, LayerConfig
 from linrope.layer.options import as_json
+from linrope.layer.typed_options import ModelLayerOptions
 from linrope.models.initialization import INITIALIZATIONS
 from linrope.position_encodings import ABSOLUTE, RELATIVE, SoftmaxAttention
 from linrope.rotation.rotary import LAYOUTS, Rotary
@@ -57,6 +60,7 @@ class LanguageModelConfig:
     init: str
     layer: LayerConfig
 
+    @shows(_SIZES | DEFAULTS)
     def __init__(
         self,
         vocab_size: int = 256,
@@ -69,17 +73,17 @@ class LanguageModelConfig:
         max_length: int = 4096,
         init: str = "fan-in",
         layer: LayerConfig | None = None,
-        **options: Any,
+        **options: Unpack[ModelLayerOptions],
     ) -> None:
-        check_keywords("LanguageModelConfig", options, [*_SIZES, *OPTIONS])
+        check_keywords("LanguageModelConfig", options, [*_SIZES, *OPTIONS, *self.__annotations__])
         check_name("attention", attention, ATTENTION)
         check_name("positions", positions, POSITIONS)
         check_name("init", init, INITIALIZATIONS)
         check_bools(feed_forward=feed_forward)
         if layer is None:
-            layer = _block(attention, positions, options)
+            layer = _block(attention, positions, dict(options))
         elif options:
-            layer = replace(layer, **options)
+            layer = replace(layer, **dict[str, Any](options))
         values = {
             "vocab_size": vocab_size,
             "num_layers": num_layers,

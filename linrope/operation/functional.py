@@ -1,17 +1,25 @@
 """The public operation: ``linear_rope_attention`` and ``linear_rope_state``."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 from typing_extensions import Unpack
 
+from linrope.common.keywords import PYTORCH, check_keywords, shows
 from linrope.feature_maps import FeatureMap
 from linrope.operation.attend import attend
 from linrope.operation.options import Options
-from linrope.operation.shards import TokenShard
+from linrope.operation.shards import TokenShard, check_shard
 from linrope.recurrence.call import Call
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
+
+_INSTEAD = PYTORCH | {
+    "context_positions": "key_positions",
+    "forget_gate": "log_decay, the log of what the gate keeps",
+    "write_gate": "write, the factor of each value",
+    "erase_gate": "erase, the share that each token takes out",
+}
 
 
 @overload
@@ -44,11 +52,12 @@ def linear_rope_attention(
     shard: TokenShard | None = ...,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, LinearAttentionState]: ...
+@shows({}, required=["q", "k", "v"])
 def linear_rope_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
+    q: Tensor = None,  # type: ignore[assignment]
+    k: Tensor = None,  # type: ignore[assignment]
+    v: Tensor = None,  # type: ignore[assignment]
+    *others: Any,
     feature_map: str | FeatureMap | None = "elu+1",
     rotary: Rotary | None = None,
     causal: bool = True,
@@ -69,6 +78,7 @@ def linear_rope_attention(
     rope_order: str = "after",
     backend: str = "auto",
     shard: TokenShard | None = None,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, LinearAttentionState]:
     """Linear attention with rotary position embedding on the feature maps.
 
@@ -162,6 +172,9 @@ def linear_rope_attention(
     >>> packed = linear_rope_attention(q, k, v, rotary=rotary, cu_seqlens=torch.tensor([0, 900, 1000]))
     >>> torch.testing.assert_close(packed[:, :900], head)
     """
+    if others or unknown:
+        known = [*Options.__annotations__, "return_state", "shard"]
+        check_keywords("linear_rope_attention", ["attn_mask"] if others else unknown, known, _INSTEAD)
     if q is None:  # a Call without q asks for the last state alone: see linear_rope_state
         raise TypeError("q: got NoneType, expected a dense torch.Tensor")
     call = Call(
@@ -190,10 +203,9 @@ def linear_rope_attention(
     )
     if shard is None:
         out, last = attend(call)
-    elif isinstance(shard, TokenShard):
-        out, last = shard.attend(call)
     else:
-        raise TypeError(f"shard: got {type(shard).__name__}, expected linrope.distributed.Shard or None")
+        check_shard(shard)
+        out, last = shard.attend(call)
     return (out, last) if return_state and last is not None else out
 
 

@@ -25,6 +25,12 @@ class TokenShard(Protocol):
         """
 
 
+def check_shard(shard: object) -> None:
+    """Raises TypeError for what is no shard."""
+    if not isinstance(shard, TokenShard):
+        raise TypeError(f"shard: got {type(shard).__name__}, expected linrope.distributed.Shard or None")
+
+
 class LayerShard(TokenShard, Protocol):
     """A shard that a layer can use."""
 

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from linrope.common.argument_checks import check_name
-from linrope.layer.config import SHARED, LayerConfig
+from linrope.common.keywords import check_keywords, shows
+from linrope.layer.config import DEFAULTS, SHARED, LayerConfig
 from linrope.layer.fitting import check_inputs
-from linrope.layer.keywords import check_keywords, shows_options
 from linrope.layer.mixer import Mixer
+from linrope.layer.typed_options import SharedOptions
 from linrope.operation.checks import check_mask, check_packing
 from linrope.operation.positions import resolve_positions, spell_out_positions
 from linrope.position_encodings.absolute import ABSOLUTE
@@ -60,7 +62,7 @@ class SoftmaxAttention(Mixer):
     torch.Size([2, 1, 256])
     """
 
-    @shows_options(*SHARED)
+    @shows({name: DEFAULTS[name] for name in SHARED})
     def __init__(
         self,
         embed_dim: int,
@@ -69,7 +71,7 @@ class SoftmaxAttention(Mixer):
         positions: str | RelativeEncoding | Rotary = "rope",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **options: Any,
+        **options: Unpack[SharedOptions],
     ) -> None:
         check_keywords("SoftmaxAttention", options, SHARED)
         config = LayerConfig(embed_dim, num_heads, **options)

@@ -43,6 +43,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens": [0, 3, 2, 4]}, ValueError, r"cu_seqlens: got \[0, 3, 2, 4\]"),
     ({"cu_seqlens": torch.tensor([0, 2.5, 4])}, TypeError, r"^cu_seqlens: got \[.*\], expected integers$"),
     ({"group": "cp"}, TypeError, "group: got str"),
+    ({"lengths": None}, TypeError, r"^lengths: got None, expected the number of tokens of each rank"),
 ]
 
 
@@ -52,6 +53,22 @@ def test_a_shard_refuses_what_does_not_fit(
 ) -> None:
     with pytest.raises(error, match=message):
         Shard(**{"lengths": [4], **options})
+
+
+@pytest.mark.parametrize("taps", [None, 4])
+def test_one_process_refuses_a_shard_of_another_length_as_two_do(taps: int | None) -> None:
+    layer, x = LinearRoPEAttention(8, 2, short_conv=taps), torch.randn(1, 5, 8)
+    name = "k" if taps is None else "x"
+    with pytest.raises(ValueError, match=f"^{name}: got 5 tokens on rank 0, expected its shard's 9$"):
+        layer(x, shard=Shard(lengths=[9]))
+    for call in (
+        layer,
+        lambda x, shard: linear_rope_attention(
+            x[..., None, :], x[..., None, :], x[..., None, :], shard=shard
+        ),
+    ):
+        with pytest.raises(TypeError, match=r"^shard: got int, expected linrope\.distributed\.Shard or None"):
+            call(x, shard=9)
 
 
 def test_options_that_states_cannot_be_folded_with_are_refused(monkeypatch) -> None:

@@ -1,0 +1,76 @@
+"""The options of LayerConfig as keywords, for type checkers and completion. ``LayerConfig`` describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from linrope.layer.options import (
+    DecayOptions,
+    EraseGateOptions,
+    ForgetGateOptions,
+    OutNormOptions,
+    ShortConvOptions,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from linrope.feature_maps import FeatureMap
+    from linrope.rotation.rotary import Rotary
+
+Order = Literal["before", "after"]
+Options = Mapping[str, Any]  # of an option
+
+
+class SharedOptions(TypedDict, total=False):
+    """Those that softmax attention has too."""
+
+    num_kv_heads: int | None
+    head_dim: int | None
+    value_head_dim: int | None
+    causal: bool
+    bias: bool
+    short_conv: int | Options | ShortConvOptions | None
+    qk_norm: bool
+    out_norm: bool | Literal["head", "all"] | Options | OutNormOptions | None
+    skip: Order | None
+    gate: bool | Order | None
+
+
+class SelfAttentionOptions(SharedOptions, total=False):
+    """All but context_dim."""
+
+    num_value_heads: int | None
+    feature_map: str | Options | FeatureMap
+    rotary: str | Options | Rotary | nn.Module | None
+    normalize: bool
+    decay: str | Options | DecayOptions | Sequence[float] | Tensor | None
+    forget_gate: bool | Options | ForgetGateOptions | None
+    write_gate: Literal["tied", "independent"] | None
+    erase_gate: str | Options | EraseGateOptions | None
+    trapezoid: bool
+    qk_bias: bool
+    rope_order: Literal["after", "before"]
+    backend: str
+
+
+class LayerOptions(SelfAttentionOptions, total=False):
+    """All of them."""
+
+    context_dim: int | None
+
+
+class ModelLayerOptions(LayerOptions, total=False):
+    """All of them and the sizes: those of LanguageModelConfig."""
+
+    embed_dim: int
+    num_heads: int
+
+
+class BlockOptions(SelfAttentionOptions, total=False):
+    """Those of the blocks of an encoder or a decoder."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
