@@ -107,7 +107,7 @@ TYPES = [
     ({"positions": np.arange(N)}, r"positions: got ndarray, expected"),
     ({"state": (1, 2)}, r"state: got tuple, expected LinearAttentionState"),
     ({"feature_map": 3}, r"feature_map: got int, expected a name"),
-    ({"rotary": "half"}, r"rotary: got str, expected Rotary or None"),
+    ({"rotary": "half"}, r"rotary: got str, expected a Rotary, such as Rotary\(dim, layout='half'\), or None"),
 ]  # fmt: skip
 
 
@@ -132,6 +132,7 @@ def test_a_call_refuses_values_shapes_and_types_that_do_not_fit(error: type[Exce
         (lambda: layer(head_dim=0), r"head_dim=0, value_head_dim=0: expected at least 1"),
         (lambda: layer(value_head_dim=0), r"value_head_dim=0: expected at least 1"),
         (lambda: layer(10, 2), r"rotary='interleaved': got heads of 5 features, expected an even number"),
+        (lambda: LinearRoPEAttention.block(60, 20), r"rotary={'partial_rotary_factor': 0.25}: got heads of 3 features, .* head_dim, or None"),
         (lambda: layer(feature_map="exq"), r"feature_map='exq': .*mean 'exp'"),
         (lambda: layer(feature_map="identity"), r"feature_map=.*'identity'.*signed; expected normalize=False"),
         (lambda: layer(rotary="halve"),
@@ -153,7 +154,7 @@ def test_a_call_refuses_values_shapes_and_types_that_do_not_fit(error: type[Exce
         (lambda: layer(context_dim=6, skip="after"), r"context_dim=6: got skip, for which .* same token"),
         (
             lambda: layer(skip="after", causal=False)(ones(1, 3, 8), ones(1, 4, 8)),
-            r"context: got a tensor with skip, .* same token",
+            r"context: got a tensor, expected a layer without skip, .* same token",
         ),
         (lambda: layer(decay="spread", causal=False), r"decay: got causal=False, expected causal=True"),
         (lambda: layer(decay="learned", causal=False), r"decay: got causal=False, expected causal=True"),
@@ -184,6 +185,8 @@ def test_a_state_and_a_layer_refuse_what_does_not_fit(call, message: str) -> Non
            r"^got the keyword 'ff_mult', expected those of LinearRoPEAttention: num_kv_heads, ")
           for make in (Encoder, Decoder)),
         (lambda: Encoder(8, 1, 2, bais=True), r"got the keyword 'bais', .*; did you mean 'bias'\?"),
+        (lambda: layer()(ones(1, 3, 8).double()), r"x: got torch.float64, expected torch.float32 as the weights have"),
+        (lambda: layer(rotary={"theta": 1e6}), r"theta: got float, expected a tensor .*; another base is base=1e6"),
         (lambda: layer()(np.ones((1, 3, 8))), r"x: got ndarray, expected a floating-point torch.Tensor"),
         (lambda: layer(context_dim=6.0), r"context_dim=6.0: expected an integer"),
         (lambda: layer("8", 2), r"embed_dim='8': expected an integer"),

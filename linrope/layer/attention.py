@@ -3,6 +3,8 @@
 b batch, n queries, m keys, h query heads, g key/value heads, d head dim, f features, e values.
 """
 
+import math
+from fractions import Fraction
 from typing import Any, Literal, overload
 
 import torch
@@ -16,7 +18,7 @@ from linrope.common.keywords import PYTORCH, check_keywords, shows
 from linrope.layer.choices import decay_units, make_decay, make_map, make_rotation
 from linrope.layer.config import DEFAULTS, LayerConfig
 from linrope.layer.feature_gate import FeatureForgetGate
-from linrope.layer.fitting import check_context, check_inputs, check_parts
+from linrope.layer.fitting import check_context, check_inputs, check_parts, check_wide
 from linrope.layer.keywords import layer_config
 from linrope.layer.mixer import Mixer
 from linrope.layer.options import map_in_words
@@ -188,6 +190,24 @@ class LinearRoPEAttention(Mixer):
             return self.decay_logit.double().sigmoid()
         return None if self._decay is None else self._decay.on(device)
 
+    @torch.no_grad()
+    def half_lives(self) -> Tensor | None:
+        """The current half-lives in tokens, (g,) float64: of the decay and, at x = 0, of the forget gate, together.
+
+        With a forget gate per feature (g, units). Where nothing decays they are inf. None: the layer has no decay.
+
+        >>> LinearRoPEAttention(64, 4, decay="spread").half_lives()
+        tensor([1.0000e+00, 1.6000e+01, 2.5600e+02, 4.0960e+03], dtype=torch.float64)
+        """
+        logs = [] if (decay := self.decay) is None else [decay.log()[:, None]]
+        if self.forget_gate is not None:
+            x = next(self.forget_gate.parameters()).new_zeros(1, 1, self.embed_dim)
+            logs.append(self.forget_gate(x).double().view(self.num_state_heads, -1))
+        if not logs:
+            return None
+        tokens = math.log(2) / sum(logs[1:], logs[0]).abs()
+        return tokens if self.config.has_gates_per_feature else tokens[:, 0]
+
     def extra_repr(self) -> str:
         """The sizes and options that are not modules, in one line."""
         text = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
@@ -199,7 +219,8 @@ class LinearRoPEAttention(Mixer):
         if self.rotary is not None:
             base = "" if self.rotary.base == 10000.0 else f" base={self.rotary.base}"
             selective = "" if self.angle_steps is None else "selective "
-            text += f", rotary={selective}{self.rotary.layout}{base}"
+            share = Fraction(self.rotary.rotary_dim, self.rotary.dim)
+            text += f", rotary={selective}{self.rotary.layout}{'' if share == 1 else f' {share}'}{base}"
         elif self.angle_steps is not None:
             text += f", rotary={type(self.angle_steps).__name__}"
         else:
@@ -221,6 +242,8 @@ class LinearRoPEAttention(Mixer):
         )
         names = {"q_norm": "qk_norm", "q_bias": "qk_bias", "g_proj": "gate"}
         there = {name: getattr(self, name) is not None for name in parts}
+        if (gate := self.config.forget_gate) is not None:
+            names["forget_gate"] = f"forget_gate (half-lives from 1 to {gate.longest:g})"
         there["write_gate"] = self.config.write_gate is not None  # a tied one has no module
         text += "".join(f", {names.get(name, name)}" for name in parts if there[name])
         text += f", backend={backends.in_words(self.backend, next(self.parameters(), None))}"
@@ -329,6 +352,8 @@ class LinearRoPEAttention(Mixer):
     ) -> None:
         """Rejects what the operation cannot see. The operation checks the rest."""
         check_inputs(x, context, self.embed_dim, self.context_dim, self.causal)
+        if x.dtype == torch.float64:
+            check_wide(x, self.k_proj)
         if shard is not None:
             check_shard(shard)
             if self.trapezoid is not None:

@@ -53,9 +53,10 @@ def make_rotary(choice: Mapping[str, Any] | Rotary | None, dim: int) -> Rotary |
     """The rotation of dim features."""
     if choice is None or isinstance(choice, Rotary):
         return choice
-    if dim % 2 and choice.keys() == {"layout"}:
+    if dim % 2:
+        name = repr(choice["layout"]) if choice.keys() == {"layout"} else str(dict(choice))
         raise ValueError(
-            f"rotary={choice['layout']!r}: got heads of {dim} features, expected an even number, or None"
+            f"rotary={name}: got heads of {dim} features, expected an even number, by another head_dim, or None"
         )
     if {"rope_theta", "rope_type"} & set(choice):
         keywords = ("layout", "max_position_embeddings", "seq_len")

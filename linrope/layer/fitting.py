@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from linrope.layer.options import map_in_words
 from linrope.layer.trapezoid import check_map_and_rotation
@@ -51,6 +52,13 @@ def check_inputs(
         raise ValueError(f"context: got None, expected (batch, length, {context_dim})")
 
 
+def check_wide(x: Tensor, projection: Any) -> None:
+    """Raises TypeError for float64 inputs of a projection with other weights."""
+    weight = getattr(projection, "weight", None)
+    if isinstance(weight, nn.Parameter) and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"x: got {x.dtype}, expected {weight.dtype} as the weights have, or layer.double()")
+
+
 def check_vectors(name: str, x: Tensor, dim: int) -> None:
     """Raises unless x is a tensor (b, n, dim) of floating-point numbers."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -64,9 +72,10 @@ def check_context(layer: Any, shard: Any) -> None:
     """Rejects a context with a shard, or with options for which key t and query t are the same token."""
     if shard is not None:
         raise ValueError(
-            "context: got a tensor in a call with a shard, which splits queries and keys alike; expected None"
+            "context: got a tensor with a shard, which splits queries and keys alike; expected a call without shard"
         )
-    for option in layer.config.options_of_one_sequence:
+    if options := layer.config.options_of_one_sequence:
         raise ValueError(
-            f"context: got a tensor with {option}, for which key t and query t must be the same token; expected None"
+            f"context: got a tensor, expected a layer without {', '.join(options)}, for which key t and query t must "
+            "be the same token"
         )

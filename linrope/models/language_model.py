@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linrope.common.argument_checks import check_integer_tensors
 from linrope.common.files import digest, load_tensors, parse_json, replace_file, save_tensors
 from linrope.common.tracing import values_readable
 from linrope.decode.parts import BlockParts, ModelParts
@@ -172,8 +173,9 @@ class LanguageModel(nn.Module):
         positions, cu_seqlens and shard are as in linear_rope_attention. With return_states=False the list of
         states is empty, which saves the time to compute them. Packed softmax attention has no states.
         """
-        if tokens.is_floating_point():
-            raise TypeError(f"tokens: got {tokens.dtype}, expected integers")
+        check_integer_tensors(tokens=tokens)
+        if tokens.element_size() < 4:  # uint8, as in a Corpus, with which an embedding would fail
+            tokens = tokens.int()
         if tokens.ndim != 2:
             raise ValueError(f"tokens: got shape {tuple(tokens.shape)}, expected (b, n)")
         if values_readable(tokens) and tokens.numel():

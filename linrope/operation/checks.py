@@ -143,7 +143,9 @@ def _map_by_name(name: str, d: int) -> FeatureMap:
 
 def check_rotary_type(rotary: object) -> None:
     if rotary is not None and not isinstance(rotary, Rotary):
-        raise TypeError(f"rotary: got {type(rotary).__name__}, expected Rotary or None")
+        raise TypeError(
+            f"rotary: got {type(rotary).__name__}, expected a Rotary, such as Rotary(dim, layout='half'), or None"
+        )
 
 
 def check_rotary(rotary: Rotary | None, f: int, g: int, causal: bool, rotates_before_map: bool) -> None:

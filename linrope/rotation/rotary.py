@@ -370,7 +370,9 @@ def _checked_copy(theta: Tensor, pairs: int, axes: int | None) -> Tensor:
     """Checks theta's shape and values, and returns a float64 copy on the CPU."""
     expected = (pairs,) if axes is None else (axes, pairs)
     if not isinstance(theta, Tensor):
-        raise TypeError(f"theta: got {type(theta).__name__}, expected a tensor")
+        raise TypeError(
+            f"theta: got {type(theta).__name__}, expected a tensor of frequencies; another base is base=1e6"
+        )
     if theta.shape[-len(expected) :] != expected or theta.ndim - len(expected) not in (0, 1):
         shape = ", ".join(map(str, expected))
         raise ValueError(

@@ -110,7 +110,7 @@ def test_twenty_tokens_give_what_the_model_gives(name: str, b: int) -> None:
     step = prepare(model, copies(states))
     for tokens in torch.randint(256, (20, b, 1)):
         expected, states = model(tokens, states)
-        torch.testing.assert_close(step(tokens), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(step(tokens.byte()), expected, rtol=1e-4, atol=1e-4)
     assert_same_states(step.states, states)
 
 

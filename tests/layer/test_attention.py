@@ -151,11 +151,12 @@ def test_repr_says_what_the_layer_is_in_a_line() -> None:
     line = repr(LinearRoPEAttention(16, 4, backend="eager", **ALL["all"])).split("\n")[1].strip()
     assert line == (
         "heads=4, kv_heads=2, head_dim=4, value_head_dim=6, feature_map=Hedgehog, rotary=selective "
-        "interleaved, decay=learned [0.5, 0.9998], forget_gate, short_conv, qk_norm, out_norm, gate, "
-        "backend=eager"
+        "interleaved, decay=learned [0.5, 0.9998], forget_gate (half-lives from 1 to 64), short_conv, qk_norm, "
+        "out_norm, gate, backend=eager"
     )
     for options, parts in (
         ({"num_value_heads": 8}, ["heads=4, kv_heads=4, head_dim=4, value_heads=8", "q_proj", "o_proj"]),
+        ({"rotary": {"partial_rotary_factor": 0.5, "base": 500.0}}, ["rotary=interleaved 1/2 base=500.0"]),
         ({"decay": "retnet"}, ["decay=[0.9688, 0.9844, 0.9922, 0.9961]"]),
         ({"decay": "learned", "device": "meta"}, ["decay"]),
         ({"feature_map": feature_maps.FavorPlus(4, seed=3)}, ["FavorPlus(4, num_features=8, seed=3)"]),

@@ -33,6 +33,36 @@ def test_a_fixed_decay_survives_casting_averaging_and_the_meta_device() -> None:
         assert other.decay.dtype == torch.float64
 
 
+SPREAD = [1.0, 16.0, 256.0, 4096.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"decay": [0.5, 0.25, 1.0, 0.5**0.01]}, [1, 0.5, torch.inf, 100]),
+        ({"decay": "learned"}, SPREAD),
+        ({"forget_gate": True}, SPREAD),
+        ({"forget_gate": {"longest": 64}, "decay": [0.5, 1, 1, 1]}, [0.5, 4, 16, 64]),
+        ({"forget_gate": {"per": "feature", "longest": 4}, "rotary": None}, [[4 ** (i / 3) for i in range(4)]] * 4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_half_lives_are_those_of_the_decay_and_the_gate_together(options, expected) -> None:
+    layer = LinearRoPEAttention(16, 4, **options)
+    assert_close(layer.half_lives(), torch.tensor(expected).double(), rtol=1e-5, atol=0)
+    for parameter in layer.parameters():
+        parameter.data.zero_()  # each learned factor is then 1/2
+    after = layer.half_lives()
+    assert after is not None
+    assert_close(
+        after[0].max().item(), 0.5 if options.keys() == {"forget_gate", "decay"} else 1.0, rtol=1e-6, atol=0
+    )
+
+
+def test_a_layer_without_decay_has_no_half_lives() -> None:
+    assert LinearRoPEAttention(16, 4, causal=False).half_lives() is None
+
+
 def test_a_learned_decay_starts_spread_and_stays_below_1() -> None:
     layer, x = LinearRoPEAttention(16, 4, decay="learned"), torch.randn(2, 30, 16)
     spread = LinearRoPEAttention(16, 4, decay="spread").decay

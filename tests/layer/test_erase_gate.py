@@ -106,7 +106,8 @@ def test_what_does_not_go_with_it_is_refused_by_name(options: dict[str, Any], me
 def test_a_context_is_refused() -> None:
     layer = make(erase_gate="tied", **DELTA)
     with pytest.raises(
-        ValueError, match="context: got a tensor with erase_gate, for which key t and query t must be"
+        ValueError,
+        match="context: got a tensor, expected a layer without erase_gate, for which key t and query t",
     ):
         layer(numbers(1, 5, 16), numbers(1, 5, 16, seed=2))
 

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention
 from linrope.decode import why_not
+from linrope.distributed import Shard
 from tests.layer import cases
 from tests.layer.cases import needs_native, numbers
 
@@ -96,10 +97,10 @@ def test_what_the_rule_does_not_support_is_refused_by_name(options, message: str
 
 def test_calls_that_the_rule_does_not_support_are_refused_by_name() -> None:
     layer, x = make(), numbers(1, 5, 16)
-    with pytest.raises(ValueError, match=r"^context: got a tensor with trapezoid"):
+    with pytest.raises(ValueError, match=r"^context: got a tensor, expected a layer without trapezoid"):
         make(forget_gate=False, write_gate=None)(x, x)
     with pytest.raises(ValueError, match=r"^shard: got a shard with trapezoid=True, expected None"):
-        layer(x, shard=object())
+        layer(x, shard=Shard(lengths=[5]))
     with pytest.raises(TypeError, match=r"^trapezoid=True: got float16"):
         make(torch.float16)(x.half())
 

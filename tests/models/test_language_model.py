@@ -279,6 +279,11 @@ def test_logits_share_the_embedding_and_models_of_mixers_alone_have_no_feed_forw
     assert mixers.keys() == {name for name in whole if "feed_forward" not in name}
 
 
+def test_bytes_are_tokens(model: LanguageModel) -> None:
+    tokens = torch.tensor([list(b"for want")], dtype=torch.uint8)
+    assert torch.equal(model(tokens)[0], model(tokens.long())[0])
+
+
 def test_states_that_are_not_asked_for_are_not_made(model: LanguageModel) -> None:
     tokens = torch.randint(256, (1, 9))
     logits, states = model(tokens, return_states=False)
@@ -292,6 +297,7 @@ def test_states_that_are_not_asked_for_are_not_made(model: LanguageModel) -> Non
         ({}, [[-1]], None, r"tokens: got ids .* expected 0 .. 255"),
         ({}, [[256]], None, r"tokens: got ids .* expected 0 .. 255"),
         ({}, [[1.0, 1.0]], None, "tokens: got torch.float32, expected integers"),
+        ({}, [[True]], None, "tokens: got torch.bool, expected integers"),
         ({}, [1, 2], None, r"tokens: got shape \(2,\), expected \(b, n\)"),
         *((options, tokens, bounds, f"cu_seqlens: {message}")
           for options in ({}, SOFTMAX | {"positions": "none"})
@@ -306,7 +312,7 @@ def test_states_that_are_not_asked_for_are_not_made(model: LanguageModel) -> Non
 )  # fmt: skip
 def test_other_tokens_and_bounds_are_refused(options, tokens, bounds, message: str) -> None:
     packing = bounds if bounds is None else torch.tensor(bounds)
-    with pytest.raises(TypeError if "float32" in message else ValueError, match=message):
+    with pytest.raises(TypeError if "got torch." in message else ValueError, match=message):
         LanguageModel(tiny(**options))(torch.tensor(tokens), cu_seqlens=packing)
 
 
