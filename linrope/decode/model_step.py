@@ -57,8 +57,8 @@ class ModelStep:
         if tokens.shape != (b, 1):
             raise ValueError(f"tokens: got shape {tuple(tokens.shape)}, expected ({b}, 1)")
         try:
-            ids = tokens[:, 0].int() if tokens.dtype == torch.uint8 else tokens[:, 0]
-            return F.embedding(ids, self._embedding)
+            row = tokens[:, 0].int() if tokens.dtype == torch.uint8 else tokens[:, 0]
+            return F.embedding(row, self._embedding)
         except IndexError as error:
             ids = f"{int(tokens.min())} .. {int(tokens.max())}"
             raise ValueError(f"tokens: got ids {ids}, expected 0 .. {len(self._embedding) - 1}") from error

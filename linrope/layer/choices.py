@@ -53,16 +53,16 @@ def make_rotary(choice: Mapping[str, Any] | Rotary | None, dim: int) -> Rotary |
     """The rotation of dim features."""
     if choice is None or isinstance(choice, Rotary):
         return choice
-    if dim % 2:
-        name = repr(choice["layout"]) if choice.keys() == {"layout"} else str(dict(choice))
-        raise ValueError(
-            f"rotary={name}: got heads of {dim} features, expected an even number, by another head_dim, or None"
-        )
     if {"rope_theta", "rope_type"} & set(choice):
         keywords = ("layout", "max_position_embeddings", "seq_len")
         options = {key: choice[key] for key in keywords if key in choice}
         config = {key: value for key, value in choice.items() if key not in keywords}
         return Rotary.from_config(config, head_dim=dim, **options)
+    if dim % 2:
+        name = repr(choice["layout"]) if choice.keys() == {"layout"} else str(dict(choice))
+        raise ValueError(
+            f"rotary={name}: got heads of {dim} features, expected an even number, by another head_dim, or None"
+        )
     make = Rotary.axial if "axes" in choice else Rotary
     known = [name for name in signature(make).parameters if name != "dim"]
     check_keys("rotary", choice, [*known, "partial_rotary_factor"])

@@ -24,14 +24,11 @@ Order = Literal["before", "after"]
 Options = Mapping[str, Any]  # of an option
 
 
-class SharedOptions(TypedDict, total=False):
-    """Those that softmax attention has too."""
+class CommonOptions(TypedDict, total=False):
+    """Those of softmax attention too that have the same names in the configs for transformers."""
 
-    num_kv_heads: int | None
     head_dim: int | None
     value_head_dim: int | None
-    causal: bool
-    bias: bool
     short_conv: int | Options | ShortConvOptions | None
     qk_norm: bool
     out_norm: bool | Literal["head", "all"] | Options | OutNormOptions | None
@@ -39,12 +36,11 @@ class SharedOptions(TypedDict, total=False):
     gate: bool | Order | None
 
 
-class SelfAttentionOptions(SharedOptions, total=False):
-    """All but context_dim."""
+class LinearOptions(TypedDict, total=False):
+    """Those of linear attention alone that have the same names in the configs for transformers."""
 
     num_value_heads: int | None
     feature_map: str | Options | FeatureMap
-    rotary: str | Options | Rotary | nn.Module | None
     normalize: bool
     decay: str | Options | DecayOptions | Sequence[float] | Tensor | None
     forget_gate: bool | Options | ForgetGateOptions | None
@@ -53,6 +49,20 @@ class SelfAttentionOptions(SharedOptions, total=False):
     trapezoid: bool
     qk_bias: bool
     rope_order: Literal["after", "before"]
+
+
+class SharedOptions(CommonOptions, total=False):
+    """Those that softmax attention has too."""
+
+    num_kv_heads: int | None
+    causal: bool
+    bias: bool
+
+
+class SelfAttentionOptions(SharedOptions, LinearOptions, total=False):
+    """All but context_dim."""
+
+    rotary: str | Options | Rotary | nn.Module | None
     backend: str
 
 

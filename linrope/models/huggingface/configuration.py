@@ -4,16 +4,18 @@ import json
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin, overload
 
 import torch
 from transformers import PreTrainedConfig
+from typing_extensions import Unpack
 
 from linrope.common.argument_checks import check_sizes
 from linrope.feature_maps.random_features import RandomFeatureMap
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.choices import partial_dim
 from linrope.layer.config import OPTIONS, PARTS, LayerConfig
+from linrope.layer.typed_options import CommonOptions, LinearOptions
 from linrope.models.huggingface.parallel import TP_PLAN
 from linrope.position_encodings import SoftmaxAttention
 from linrope.rotation.rotary import Rotary
@@ -35,6 +37,32 @@ _OTHER_NAMES = {
 _LACKING = {"context_dim", "backend"}
 # Options of LayerConfig that have the same names here, besides head_dim.
 CHOICES = [name for name in OPTIONS if name not in {"head_dim", *_LACKING, *_OTHER_NAMES}]
+
+
+class ConfigOptions(CommonOptions, LinearOptions, total=False):
+    """The keywords of LinRopeConfig, for completion."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any] | None
+    selective_rope: bool | dict[str, Any]
+    layer_types: list[str] | None
+    full_attention_interval: int | None
+    plain_full_attention: bool
+    is_causal: bool
+    attention_bias: bool
+    rms_norm_eps: float
+    initializer_range: float | None
+    tie_word_embeddings: bool
+    use_cache: bool
+    pad_token_id: int | None
+    bos_token_id: int | None
+    eos_token_id: int | list[int] | None
 
 
 class LinRopeConfig(PreTrainedConfig):
@@ -105,8 +133,12 @@ class LinRopeConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    if TYPE_CHECKING:  # options of LayerConfig are keywords too
+    if TYPE_CHECKING:  # for completion; PreTrainedConfig takes keywords of its own, and keeps any other
 
+        @overload
+        def __init__(self, **options: Unpack[ConfigOptions]) -> None: ...
+        @overload
+        def __init__(self, **options: Any) -> None: ...
         def __init__(self, **options: Any) -> None: ...
 
     @classmethod

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig
 
 from linrope.models.huggingface import LinRopeConfig, LinRopeForMaskedLM
-from linrope.models.huggingface.configuration import make_attention
+from linrope.models.huggingface.configuration import CHOICES, ConfigOptions, make_attention
 from tests.models.huggingface.tiny import KINDS, causal_lm, config
 
 MROPE = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 1, 1]}
@@ -107,6 +107,11 @@ def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
 def test_only_the_types_of_layers_in_use_are_checked() -> None:
     assert make_attention(config(rope_parameters=MROPE), "linear_attention").rotary.axes == 3
     assert config(feature_map="silu", layer_types=["full_attention"] * 2).head_dim == 8
+
+
+def test_completion_sees_the_keywords_that_there_are() -> None:
+    known = {*LinRopeConfig.__annotations__, *CHOICES, "full_attention_interval"}
+    assert {*ConfigOptions.__annotations__} == known
 
 
 def test_options_of_other_tools_are_kept() -> None:
