@@ -1,4 +1,4 @@
-"""Griffe extension for zensical.toml: makes Markdown show docstrings as they are.
+"""Griffe extension for zensical.toml: makes Markdown show docstrings as they are, and signatures as ``shows`` has them.
 
 Examples would be taken for quotations, and <phi, psi> in a sentence for HTML.
 """
@@ -29,3 +29,10 @@ class DocstringExamples(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
+        if not isinstance(obj, griffe.Function):
+            return
+        for shows in (text for x in obj.decorators if "shows(" in (text := str(x.value))):
+            for name in {"others", "unknown"} & {x.name for x in obj.parameters}:
+                del obj.parameters[name]
+            for name in re.findall(r"\w+", shows.partition("required=")[2]):
+                obj.parameters[name].default = None
