@@ -61,7 +61,7 @@ def make_rotary(choice: Mapping[str, Any] | Rotary | None, dim: int) -> Rotary |
     if dim % 2:
         name = repr(choice["layout"]) if choice.keys() == {"layout"} else str(dict(choice))
         raise ValueError(
-            f"rotary={name}: got heads of {dim} features, expected an even number, by another head_dim, or None"
+            f"rotary={name}: got heads of {dim} features, expected an even number, or None; head_dim sets it"
         )
     make = Rotary.axial if "axes" in choice else Rotary
     known = [name for name in signature(make).parameters if name != "dim"]

@@ -56,7 +56,7 @@ def check_wide(x: Tensor, projection: Any) -> None:
     """Raises TypeError for float64 inputs of a projection with other weights."""
     weight = getattr(projection, "weight", None)
     if isinstance(weight, nn.Parameter) and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"x: got {x.dtype}, expected {weight.dtype} as the weights have, or layer.double()")
+        raise TypeError(f"x: got {x.dtype}, expected the weights' {weight.dtype}; or call layer.double()")
 
 
 def check_vectors(name: str, x: Tensor, dim: int) -> None:

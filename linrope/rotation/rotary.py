@@ -371,7 +371,7 @@ def _checked_copy(theta: Tensor, pairs: int, axes: int | None) -> Tensor:
     expected = (pairs,) if axes is None else (axes, pairs)
     if not isinstance(theta, Tensor):
         raise TypeError(
-            f"theta: got {type(theta).__name__}, expected a tensor of frequencies; another base is base=1e6"
+            f"theta: got {type(theta).__name__}, expected a tensor of frequencies; for another base pass base=1e6"
         )
     if theta.shape[-len(expected) :] != expected or theta.ndim - len(expected) not in (0, 1):
         shape = ", ".join(map(str, expected))

@@ -207,7 +207,7 @@ def test_a_mesh_of_two_dimensions_gives_its_cp() -> None:
     shard, at = Shard(mesh, lengths=[7, 3]), mesh.get_local_rank("dp")
     for name, of_heads in product((None, "erase"), (False, True)):
         inputs = dict(zip("qkv", randoms(2, 10, 2, 4), strict=True))
-        how: dict[str, Any] = {"feature_map": "silu", "normalize": False}
+        how: dict[str, Any] = {"feature_map": "unit", "normalize": False}
         if name is not None:
             inputs[name] = inputs["k"].square().mean(-1) / 20
         found = []
