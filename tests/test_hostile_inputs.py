@@ -185,8 +185,8 @@ def test_a_state_and_a_layer_refuse_what_does_not_fit(call, message: str) -> Non
            r"^got the keyword 'ff_mult', expected those of LinearRoPEAttention: num_kv_heads, ")
           for make in (Encoder, Decoder)),
         (lambda: Encoder(8, 1, 2, bais=True), r"got the keyword 'bais', .*; did you mean 'bias'\?"),
-        (lambda: layer()(ones(1, 3, 8).double()), r"x: got torch.float64, expected the weights' torch.float32; or call"),
-        (lambda: layer(rotary={"theta": 1e6}), r"theta: got float, expected a tensor .*; for another base pass base=1e6"),
+        (lambda: layer()(ones(1, 3, 8).double()), r"x: got torch.float64, expected the weights' torch.float32"),
+        (lambda: layer(rotary={"theta": 1e6}), r"theta: got float, expected a tensor .*; for another base pass"),
         (lambda: layer()(np.ones((1, 3, 8))), r"x: got ndarray, expected a floating-point torch.Tensor"),
         (lambda: layer(context_dim=6.0), r"context_dim=6.0: expected an integer"),
         (lambda: layer("8", 2), r"embed_dim='8': expected an integer"),
