@@ -110,7 +110,9 @@ def in_words(name: str, weight: Tensor | None) -> str:
     >>> backends.in_words("auto", torch.ones(2, dtype=torch.float64))
     'auto (eager)'
     """
-    if name != "auto" or weight is None or weight.device.type not in _AUTO:
+    if weight is None:  # quantized layers have none, and run on a CPU in float32
+        weight = torch.empty(0, device="cpu", dtype=torch.float32)
+    if name != "auto" or weight.device.type not in _AUTO:
         return name
     kernels, *_, other = _AUTO[weight.device.type]
     runs = weight.dtype != torch.float64 and kernels_here().get(kernels) is None
