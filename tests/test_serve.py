@@ -98,7 +98,7 @@ def test_a_model_with_the_delta_rule_is_served_as_it_generates_alone() -> None:
     config = LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2, erase_gate="independent")
     model = LanguageModel(config)
     with Running(model, slots=2, queue=0) as running:
-        assert running.engine.prepared is not None
+        assert running.engine.serving.prepared is not None
         expected = alone(model, VERSE[:50], 20).decode(errors="replace")
         assert running.complete(VERSE[:50], max_tokens=20, temperature=0) == expected
 

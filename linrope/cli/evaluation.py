@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from linrope.cli.pretrained import WithCache, is_pretrained, load_pretrained, on_linrope, tokenizer_beside
+from linrope.cli.pretrained import is_pretrained, load_pretrained, on_linrope, tokenizer_beside
 from linrope.cli.training import Lines
 from linrope.common.files import replace_file
+from linrope.decode.with_cache import WithCache
 from linrope.models import LanguageModel
 from linrope.models.training import Corpus, bits_by_position, latest_checkpoint
 from linrope.models.training.checkpoint import load_training

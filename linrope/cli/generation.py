@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from linrope.decode import generate
 from linrope.decode.generation import LOWEST_TEMPERATURE, check_sampling
+from linrope.decode.text import encode
 from linrope.models import LanguageModel
 from linrope.models.training.optional import need
 
@@ -54,7 +55,7 @@ def stream(
     check_sampling(count, **sampling, seed=seed)
     special = not isinstance(model, LanguageModel)
     tokens = torch.tensor(
-        [_encode(tokenizer, prompt, special=special)], device=next(model.parameters()).device
+        [encode(tokenizer, prompt, special=special)], device=next(model.parameters()).device
     )
     if not tokens.numel():
         raise ValueError(f"--prompt={prompt!r}: the tokenizer makes no token of it, expected at least one")
@@ -75,14 +76,6 @@ def stream(
         printer.end()
     else:
         _stream_pretrained(model, tokens, printer, count, seed, sampling)
-
-
-def _encode(tokenizer: Any, prompt: str, special: bool) -> list[int]:
-    """The prompt's tokens; special: with those that the tokenizer puts in front of a text."""
-    if tokenizer is None:
-        return list(prompt.encode())
-    tokens: list[int] = tokenizer.encode(prompt, add_special_tokens=special)
-    return tokens[:-1] if special and tokens[-1:] == [tokenizer.eos_token_id] else tokens
 
 
 def _stream_pretrained(

@@ -1,17 +1,15 @@
 """Folders with a model in Hugging Face format, as ``linrope convert`` reads and writes them."""
 
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linrope.backends import native
 from linrope.common.files import parse_json
 from linrope.integrations.transformers import Enabled, enable
 from linrope.integrations.transformers.families import families_of, say_once
-from linrope.integrations.transformers.packing import CACHES
 from linrope.models.training.optional import need
 from linrope.models.training.tokenizer import load_tokenizer
 
@@ -93,22 +91,3 @@ def on_linrope(model: nn.Module, device: torch.device) -> Enabled:
     except RuntimeError as error:
         say_once(type(model).__name__, str(error))
         return Enabled(())
-
-
-class WithCache(nn.Module):
-    """Calls a model of transformers as a LanguageModel is called: its cache takes the place of the states."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        taken = [name for name in CACHES if name in signature(model.forward).parameters]
-        if not taken:
-            raise ValueError(
-                f"{type(model).__name__}: expected a model whose forward takes a cache, since long texts are read in "
-                "pieces"
-            )
-        self.name = taken[0]
-
-    def forward(self, tokens: Tensor, states: Any = None) -> tuple[Tensor, Any]:
-        out = self.model(tokens, **{self.name: states}, use_cache=True)
-        return out.logits, out[self.name]

@@ -1,53 +1,32 @@
 """Continuous batching: requests join and leave a running batch, and prompts are read in pieces.
 
-Tokens are bytes. docs/examples/serve.py serves an ``Engine`` over HTTP.
+docs/examples/serve.py serves an ``Engine`` over HTTP.
 """
 
-import codecs
 import hashlib
+import json
 import logging
 import math
-import os
 import random
 import reprlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from linrope.common.argument_checks import check_sizes
-from linrope.decode.reasons import why_not
-from linrope.decode.step import prepare
+from linrope.decode.parts import DecodableModel
+from linrope.decode.serving_models import serving_model
+from linrope.decode.text import Decoder, TextStream, encode
+from linrope.layer.states import read_states, write_states
 
-
-class TextStream:
-    """Turns bytes into text to send: whole characters, and nothing that may begin a stop sequence."""
-
-    def __init__(self, stops: list[bytes]) -> None:
-        self.stops, self.held = stops, b""
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, byte: int) -> tuple[str, bool]:
-        """Returns the text that can be sent now, and whether a stop sequence ended it."""
-        self.held += bytes([byte])
-        if complete := [len(stop) for stop in self.stops if self.held.endswith(stop)]:
-            self.held = self.held[: -max(complete)]
-            return self.end(), True
-        begun = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
-        cut = len(self.held) - max(begun, default=0)
-        ready, self.held = self.held[:cut], self.held[cut:]
-        return self.decoder.decode(ready), False
-
-    def end(self) -> str:
-        """Returns the rest. Half a character becomes a replacement character."""
-        return self.decoder.decode(self.held, final=True)
+_SESSION = "linrope.Session"
 
 
 @dataclass(eq=False)
@@ -55,17 +34,19 @@ class Generation:
     """A request, and what has been generated for it.
 
     Args:
-        unread: the bytes that the model has not read: those of the prompt, then the last one generated.
-        max_tokens: the number of bytes to generate, unless a stop sequence comes before.
-        temperature: 0 takes the likeliest byte. Otherwise logits are divided by it.
-        top_p: the least likely bytes are left out, as long as the others have at least this probability together.
+        unread: the tokens that the model has not read: those of the prompt, which ``Engine.encode`` makes of a text,
+            then the last one generated.
+        max_tokens: the number of tokens to generate, unless the text ends before.
+        temperature: 0 takes the likeliest token. Otherwise logits are divided by it.
+        top_p: the least likely tokens are left out, as long as the others have at least this probability together.
         seed: of the request's own generator of random numbers; None: an arbitrary one.
-        stops: the sequences before which the text ends.
+        stops: the texts, or bytes, before which the text ends.
         session: a file that keeps the states between requests; see ``Engine.load`` and ``Engine.save``.
         inbox: the caller's own; the engine does not use it.
 
     Raises:
-        ValueError: a byte is not within 0 .. 255, or a number is out of range.
+        TypeError: unread is no list of integers, or stops is no list of texts or bytes.
+        ValueError: a token is negative, a stop sequence is empty, or a number is out of range.
     """
 
     unread: list[int]
@@ -73,7 +54,7 @@ class Generation:
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None
-    stops: list[bytes] = field(default_factory=list)
+    stops: list[Any] = field(default_factory=list)
     session: Path | None = None
     inbox: Any = None
     # The states to continue from; with a session, replaced by the last states when the generation ends
@@ -85,48 +66,61 @@ class Generation:
     cancelled: bool = False  # set it to free the slot before the next step
 
     def __post_init__(self) -> None:
-        check_bytes("unread", self.unread)
-        if b"" in self.stops:
+        check_tokens("unread", self.unread)
+        if not isinstance(self.stops, list) or not all(isinstance(x, str | bytes) for x in self.stops):
+            raise TypeError(f"stops: got {reprlib.repr(self.stops)}, expected a list of texts or bytes")
+        if not all(self.stops):
             raise ValueError(f"stops={self.stops}: got an empty sequence, which every text contains")
         check_sizes(max_tokens=self.max_tokens)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: expected at least 0, and finite")
         if not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: expected 0 to 1")
-        self.prompt_tokens = len(self.unread)
-        self.text, self.random = TextStream(self.stops), random.Random(self.seed)
+        self.prompt_tokens, self.random = len(self.unread), random.Random(self.seed)
+        self.decoder = Decoder(None, [])  # the engine puts one with its tokenizer here
+        self.text = TextStream([x.encode() if isinstance(x, str) else x for x in self.stops])
 
-    def take(self, byte: int) -> str:
-        """Adds a generated byte; returns the text to send."""
-        self.unread, self.generated = [byte], self.generated + 1
-        piece, stopped = self.text.add(byte)
-        if stopped:
-            self.finish_reason = "stop"
-        elif self.generated == self.max_tokens:
-            self.finish_reason, piece = "length", piece + self.text.end()
-        return piece
+    def take(self, token: int, ends: bool = False) -> str:
+        """Adds a generated token; returns the text to send. ends: the token ends the text and is no part of it."""
+        self.unread, self.generated = [token], self.generated + 1
+        last = ends or self.generated == self.max_tokens
+        text = ""
+        for byte in self.decoder.add([] if ends else [token], last):
+            piece, stopped = self.text.add(byte)
+            text += piece
+            if stopped:
+                self.finish_reason = "stop"
+                return text
+        if last:
+            self.finish_reason, text = "stop" if ends else "length", text + self.text.end()
+        return text
 
 
 Pieces = list[tuple[Generation, str | Exception | None]]
 
 
 class Engine:
-    """Runs generations together on one thread. Each has a slot, a row in every block's pool of states.
+    """Runs generations together on one thread. Each has a slot.
 
-    Each step first generates the next byte of every generation with a single unread byte. The others then read up to
-    ``budget`` bytes of their prompts, together, in one packed call of the model, which also gives the first byte of
-    those whose prompt ends there. A long prompt therefore delays the others by one such call for each byte that they
-    generate.
+    Each step first generates the next token of every generation with a single unread token. The others then read up to
+    ``budget`` tokens of their prompts, which also gives the first token of those whose prompt ends there. A long prompt
+    therefore delays the others by one such piece for each token that they generate.
+
+    A LanguageModel or LinRopeForCausalLM with linear layers only is batched: a slot is a row in every layer's pool of
+    states, and one call of the model reads all generations. Any other model keeps a cache for each generation and reads
+    one after another, without sessions.
 
     Args:
-        model: a ``linrope.models.LanguageModel`` with linear attention and a vocabulary of the 256 bytes, on any
-            device. The engine freezes it.
+        model: a ``linrope.models.LanguageModel``, a ``LinRopeForCausalLM``, or a causal language model of transformers,
+            on any device. The engine freezes it.
         slots: how many generations run at once.
         queue: how many more may wait.
-        budget: the number of prompt bytes in one step, at least 16; None: as many as the model reads in 15 ms.
+        budget: the number of prompt tokens in one step, at least 16; None: as many as the model reads in 15 ms.
+        tokenizer: of transformers. Its end-of-sequence token ends a text, as do those of the model's generation_config.
+            None: tokens are bytes.
 
     Raises:
-        ValueError: the model has another kind of attention or another vocabulary, or a number is too small.
+        TypeError, ValueError: the model is of another kind, the tokenizer does not fit it, or a number is too small.
 
     >>> from linrope.decode.engine import Engine, Generation
     >>> from linrope.models import LanguageModel, LanguageModelConfig
@@ -141,60 +135,100 @@ class Engine:
     [3, 5, 4]
     """
 
-    def __init__(self, model: Any, slots: int, queue: int, budget: int | None = None) -> None:
-        config = model.config
-        if (config.attention, config.vocab_size) != ("linear", 256):
-            raise ValueError(
-                f"model: got {config.attention!r} attention and {config.vocab_size} tokens, expected linear attention "
-                "and a vocabulary of the 256 bytes"
-            )
+    def __init__(
+        self, model: Any, slots: int, queue: int, budget: int | None = None, tokenizer: Any = None
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel or another module")
         for name, value, least in (("slots", slots, 1), ("queue", queue, 0), ("budget", budget, 16)):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: expected at least {least}")
         self.model, self.slots, self.queue = model.eval().requires_grad_(False), slots, queue
-        self.device = model.embed.weight.device
-        _, self.empty = model(self.integers([[]]))  # a state per block, of no bytes
-        self.pool: list[Any] = [state.reorder(self.integers([0] * slots)) for state in self.empty]
-        self.prepared = None if why_not(model, self.pool) else prepare(model, self.pool)
+        self.serving = serving_model(model, slots)
+        self.tokenizer, tokens = tokenizer, 256 if tokenizer is None else len(tokenizer)
+        config: Any = model.config
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.vocab_size: int = config.vocab_size
+        if tokenizer is None and self.vocab_size != 256:
+            raise ValueError(
+                f"tokenizer: got None for {self.vocab_size} tokens, expected the model's tokenizer"
+            )
+        if tokens > self.vocab_size:
+            raise ValueError(
+                f"tokenizer: got {tokens} tokens, expected at most the model's {self.vocab_size}"
+            )
+        ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        self.ends = {getattr(tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])}
         self.budget = budget or self.measured_budget()
-        weights = (
-            x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            for x in model.state_dict().values()
-        )
-        self.digest = hashlib.sha256(b"".join([repr(model.config).encode(), *weights])).hexdigest()
         self.free, self.stopped, self.changed = list(range(slots)), False, threading.Condition()
         self.running: list[Generation] = []
         self.waiting: list[Generation] = []
 
-    def integers(self, numbers: Sequence[Any]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+    def __repr__(self) -> str:
+        return (
+            f"Engine({type(self.model).__name__}, {self.slots} slots, {len(self.running)} running, "
+            f"{len(self.waiting)} of {self.queue} waiting, budget {self.budget})"
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the model's configuration and weights, which its sessions hold."""
+        hashed = hashlib.sha256(repr(self.model.config).encode())
+        for x in self.model.state_dict().values():
+            hashed.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return hashed.hexdigest()
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The tokens of a text: its bytes without a tokenizer.
+
+        special: with the tokens that a model of transformers expects in front of a text.
+        """
+        return encode(self.tokenizer, text, special and not isinstance(self.model, DecodableModel))
 
     def measured_budget(self, seconds: float = 0.015) -> int:
-        """The number of prompt bytes that the model reads in this time: a power of two, 64 to 4096."""
+        """The number of prompt tokens that the model reads in this time: a power of two, 64 to 4096."""
         budget = 64
         while budget < 4096 and min(self.seconds_to_read(2 * budget) for _ in range(3)) <= seconds:
             budget *= 2
         return budget
 
     def seconds_to_read(self, count: int) -> float:
+        self.serving.join(0, None)
         start = time.perf_counter()
         self.read([Generation([0] * count, slot=0)], count)[1].cpu()  # which waits for a GPU
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.serving.leave(0)
+        return seconds
 
     def submit(self, generation: Generation) -> bool:
         """Puts a generation into the queue. False: the queue is full.
 
         Raises:
-            ValueError: the generation has nothing to read, was submitted before, or its states do not fit the model.
+            TypeError: generation is no Generation.
+            ValueError: the generation has nothing to read, was submitted before, has a token that the model does not
+                know or states that do not fit the model, or a session that the model does not support.
         """
+        if not isinstance(generation, Generation):
+            raise TypeError(
+                f"generation: got {reprlib.repr(generation)}, expected Generation(engine.encode(text))"
+            )
         if not generation.unread:
-            raise ValueError("unread: got no bytes, expected at least one")
+            raise ValueError("unread: got no tokens, expected at least one")
+        check_tokens("unread", generation.unread, self.vocab_size)
         if generation.submitted:
             raise ValueError("generation: got one that was submitted before, expected a new one")
-        if generation.states is not None:
-            shapes, expected = ([x.sums.kv.shape for x in y] for y in (generation.states, self.empty))
+        empty = self.serving.empty
+        if empty is None and (generation.session or generation.states):
+            name = "session" if generation.session else "states"
+            raise ValueError(
+                f"{name}: expected None with {type(self.model).__name__}, whose states the engine cannot save: it has "
+                "layers that are not linear layers of linrope"
+            )
+        if generation.states is not None and empty is not None:
+            shapes, expected = ([x.sums.kv.shape for x in y] for y in (generation.states, empty))
             if shapes != expected:
                 raise ValueError(f"states: got shapes {shapes}, expected {expected}")
+        generation.decoder = Decoder(self.tokenizer, generation.unread)
         with self.changed:
             room = len(self.running) + len(self.waiting) < self.slots + self.queue
             if room:
@@ -246,32 +280,26 @@ class Engine:
         if not ready:
             return []
         pieces: Pieces = []
-        for x, byte in zip(ready, choose(ready, torch.cat([logits for _, logits in steps])), strict=True):
-            if piece := x.take(byte):
+        for x, token in zip(ready, choose(ready, torch.cat([logits for _, logits in steps])), strict=True):
+            if piece := x.take(token, token in self.ends):
                 pieces.append((x, piece))
             if x.finish_reason:
                 if x.session:
-                    x.states = [state.at(self.integers([x.slot])).rows() for state in self.pool]
+                    x.states = self.serving.states(x.slot)
                 self.leave(x)
                 pieces.append((x, None))
         return pieces
 
     def decode(self, generations: list[Generation]) -> Tensor:
-        """Reads one byte of each; returns the logits of the next ones."""
-        tokens = self.integers([x.unread for x in generations])
-        slots = self.integers([x.slot for x in generations])
-        if self.prepared is not None:
-            return self.prepared(tokens, slots)[:, 0]
-        logits: Tensor
-        logits, _ = self.model(tokens, [state.at(slots) for state in self.pool], return_states=False)
-        return logits[:, 0]
+        """Reads one token of each; returns the logits of the next ones."""
+        return self.serving.decode([x.slot for x in generations], [x.unread for x in generations])
 
     def read(self, generations: list[Generation], budget: int) -> tuple[list[Generation], Tensor]:
-        """Reads pieces of prompts in one packed call: an even share of the budget each, but at least 16 bytes.
+        """Reads pieces of prompts: an even share of the budget each, but at least 16 tokens.
 
         The shortest prompts come first, so none of them waits for a long one. The prompt that has waited longest, the
         first of ``generations``, always gets a share too. Returns the generations whose prompts end here, and the
-        logits of their first bytes.
+        logits of their first tokens.
         """
         pieces: list[list[int]] = []
         others = sorted(generations[1:], key=lambda x: len(x.unread))[: max(0, budget // 16 - 1)]
@@ -280,46 +308,48 @@ class Engine:
             share = budget // (len(generations) - i)
             pieces.append(x.unread[:share])
             x.unread, budget = x.unread[share:], budget - len(pieces[-1])
-        tokens = self.integers([[*chain.from_iterable(pieces)]])
-        ends = self.integers([len(piece) for piece in pieces]).cumsum(0)
-        states = [state.at(self.integers([x.slot for x in generations])) for state in self.pool]
-        logits, _ = self.model(tokens, states, cu_seqlens=F.pad(ends, (1, 0)), return_states=False)
         ended = [i for i, x in enumerate(generations) if not x.unread]
-        return [generations[i] for i in ended], logits[0, ends[ended] - 1]
+        logits = self.serving.read([x.slot for x in generations], pieces, ended)
+        return [generations[i] for i in ended], logits
 
     def join(self, generation: Generation) -> None:
         """Gives a generation a slot, with its states or empty ones."""
         generation.slot = self.free.pop()
         self.running.append(generation)
-        for pool, state in zip(self.pool, generation.states or self.empty, strict=True):
-            pool.at(self.integers([generation.slot])).write(state)
+        self.serving.join(generation.slot, generation.states)
 
     def leave(self, generation: Generation) -> None:
         """Frees the slot of a generation."""
         self.running.remove(generation)
         self.free.append(generation.slot)
+        self.serving.leave(generation.slot)
 
     def load(self, generation: Generation) -> bool:
         """Lets a generation continue from the file of its session. False: another model saved it."""
-        saved = torch.load(_session_of(generation), map_location=self.device, weights_only=True)
-        if saved["model"] != self.digest:
+        session = _session_of(generation)
+        states, metadata = read_states(session, _SESSION, next(self.model.parameters()).device)
+        if metadata.get("model") != self.digest:
             return False
-        check_bytes(f"unread of {generation.session}", saved["unread"])
-        generation.states, generation.unread = saved["states"], saved["unread"] + generation.unread
+        unread = json.loads(metadata["unread"])
+        check_tokens(f"unread of {session}", unread, self.vocab_size)
+        generation.states, generation.unread = states, unread + generation.unread
         return True
 
     def save(self, generation: Generation) -> None:
-        """Keeps the last states and the last byte, which they have not read, for the next request of the session."""
-        session = _session_of(generation)
-        part = session.with_suffix(".part")
-        torch.save({"model": self.digest, "states": generation.states, "unread": generation.unread}, part)
-        os.replace(part, session)
+        """Keeps the last states and the last token, which they have not read, for the next request of the session."""
+        metadata = {"model": self.digest, "unread": json.dumps(generation.unread)}
+        write_states(_session_of(generation), _SESSION, generation.states or [], metadata)
 
 
-def check_bytes(name: str, x: object) -> None:
-    """Raises ValueError if x is not a list of bytes."""
-    if not isinstance(x, list) or not all(type(byte) is int and 0 <= byte <= 255 for byte in x):
-        raise ValueError(f"{name}: got {reprlib.repr(x)}, expected a list of bytes, 0 .. 255")
+def check_tokens(name: str, x: object, vocab_size: int | None = None) -> None:
+    """Raises TypeError or ValueError unless x is a list of a model's tokens."""
+    if not isinstance(x, list) or not all(type(token) is int for token in x):
+        raise TypeError(
+            f"{name}: got {reprlib.repr(x)}, expected a list of tokens, such as engine.encode(text)"
+        )
+    if x and not (min(x) >= 0 and (vocab_size is None or max(x) < vocab_size)):
+        end = "" if vocab_size is None else f" {vocab_size - 1}"
+        raise ValueError(f"{name}: got {reprlib.repr(x)}, expected tokens 0 ..{end}")
 
 
 def _session_of(generation: Generation) -> Path:
@@ -329,12 +359,14 @@ def _session_of(generation: Generation) -> Path:
 
 
 def choose(generations: list[Generation], logits: Tensor) -> list[int]:
-    """The next byte of each: the likeliest one at temperature 0, else a random one by its own generator."""
+    """The next token of each: the likeliest one at temperature 0, else a random one by its own generator."""
+    if not any(x.temperature for x in generations):  # without a sort of large vocabularies
+        return logits.argmax(-1).tolist()
     settings = [(x.temperature, x.top_p, x.random.random() if x.temperature else 0) for x in generations]
     temperature, top_p, draws = logits.new_tensor(settings, dtype=torch.float64)[..., None].unbind(1)
     order = logits.double().sort(dim=-1, descending=True, stable=True)
     p = (order.values / temperature.clamp(min=1e-6)).softmax(-1)
-    p[:, 1:][(p.cumsum(-1) - p >= top_p)[:, 1:]] = 0  # bytes outside of the top_p nucleus
+    p[:, 1:][(p.cumsum(-1) - p >= top_p)[:, 1:]] = 0  # tokens outside of the top_p nucleus
     sums = p.cumsum(-1)
     rank = (sums <= draws * sums[:, -1:]).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
     return order.indices.gather(-1, rank)[:, 0].tolist()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,21 +16,37 @@ from linrope.decode.step import prepare
 from linrope.layer.state import LayerState
 
 LOWEST_TEMPERATURE = 1e-30  # logits divided by less leave the range of float32
-_PIECE = 1024  # tokens of the prompt in one call, which computes the logits of all its tokens
+_PIECE = 1024  # tokens of the prompt in one call, which takes memory for each of them
 
 
+# fmt: off
+@overload
+def generate(
+    model: DecodableModel, prompt: Tensor, max_new_tokens: int, *, states: Sequence[Any] | None = ...,
+    return_states: Literal[False] = ..., temperature: float = ..., top_k: int | None = ..., top_p: float | None = ...,
+    seed: int | None = ..., graph: bool = ...,
+) -> Iterator[Tensor]: ...
+@overload
+def generate(
+    model: DecodableModel, prompt: Tensor, max_new_tokens: int, *, states: Sequence[Any] | None = ...,
+    return_states: Literal[True], temperature: float = ..., top_k: int | None = ..., top_p: float | None = ...,
+    seed: int | None = ..., graph: bool = ...,
+) -> tuple[Tensor, list[Any]]: ...
+# fmt: on
 @torch.no_grad()
 def generate(
     model: DecodableModel,
     prompt: Tensor,
     max_new_tokens: int,
     *,
+    states: Sequence[Any] | None = None,
+    return_states: bool = False,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
     graph: bool = False,
-) -> Iterator[Tensor]:
+) -> Iterator[Tensor] | tuple[Tensor, list[Any]]:
     """Samples tokens one by one. With linear attention each takes the same time and memory.
 
     After the prompt it takes prepared steps (``linrope.decode.prepare``) if the model allows them. Do not change the
@@ -38,8 +54,10 @@ def generate(
 
     Args:
         model: such as ``linrope.models.LanguageModel``.
-        prompt: (b, n) integers, n >= 1.
+        prompt: (b, n) integers, n >= 1: what the states have not read.
         max_new_tokens: the number of tokens to yield.
+        states: those after the text before the prompt, one per block, which stay as they are; None: there is no text.
+        return_states: returns all tokens at once and the states after them, to continue later.
         temperature: divides the logits; 0: always the likeliest token.
         top_k: samples only among the k likeliest tokens.
         top_p: samples only among the likeliest tokens whose probabilities add up to p, as few as possible.
@@ -47,28 +65,44 @@ def generate(
         graph: on a CUDA device, replays the steps from the fourth on as a CUDA graph (``linrope.cuda_graphs``).
 
     Yields:
-        (b,) tokens.
+        (b,) tokens. With return_states=True it returns tokens (b, max_new_tokens) and the states instead. These have
+        read the prompt and all tokens but the last, so the last token begins the next prompt.
 
     Raises:
+        TypeError: prompt is no tensor.
         ValueError: an argument is out of range; or with graph=True a state grows, as that of softmax attention does.
         RuntimeError: graph=True on a CPU.
 
     >>> from linrope.decode import generate
     >>> from linrope.models import LanguageModel, LanguageModelConfig
     >>> model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2))
-    >>> len(list(generate(model, torch.tensor([[76, 105]]), 5, temperature=0.8, top_k=20, seed=1)))
+    >>> prompt = torch.tensor([[76, 105]])
+    >>> len(list(generate(model, prompt, 5, temperature=0.8, top_k=20, seed=1)))
     5
+    >>> tokens, states = generate(model, prompt, 5, return_states=True)
+    >>> more, states = generate(model, tokens[:, -1:], 5, states=states, return_states=True)
+    >>> states[0].position  # 2 + 5 + 5 tokens, but for the last one
+    tensor([11])
     """
+    if not isinstance(prompt, Tensor):
+        raise TypeError(
+            f"prompt: got {type(prompt).__name__}, expected a tensor (b, n) of tokens; of a text's bytes: "
+            "torch.tensor([[*text.encode()]])"
+        )
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(f"prompt: got shape {tuple(prompt.shape)}, expected (b, n) with n >= 1")
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
-    check_bools(graph=graph)
+    check_bools(graph=graph, return_states=return_states)
+    if return_states and not max_new_tokens:
+        raise ValueError("max_new_tokens=0: expected at least 1 with return_states=True")
     if graph:
         check_on_cuda("graph=True", prompt.device)
     generator = torch.Generator(prompt.device)
     generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
     sample = partial(_sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-    return _generate(model, prompt, max_new_tokens, sample, [generator] if graph else None)
+    after: list[Any] = []
+    drawn = _generate(model, prompt, states, max_new_tokens, sample, [generator] if graph else None, after)
+    return (torch.stack([*drawn], 1), after) if return_states else drawn
 
 
 def check_sampling(
@@ -90,24 +124,28 @@ def check_sampling(
 def _generate(
     model: DecodableModel,
     tokens: Tensor,
+    states: Any,
     max_new_tokens: int,
     sample: Callable[[Tensor], Tensor],
     graph: list[torch.Generator] | None,
+    after: list[Any],
 ) -> Iterator[Tensor]:
-    """sample: from logits (b, 1, vocab_size) to tokens (b,). graph: its generators; None: without a graph."""
+    """Yields tokens, and keeps the states that have read all of them but the last in ``after``.
+
+    sample: from logits (b, 1, vocab_size) to tokens (b,). graph: its generators; None: without a graph.
+    """
     if max_new_tokens == 0:
         return
-    states: list[Any] | None = None
     for piece in tokens.split(_PIECE, 1):
-        logits, states = model(piece, states)
-    assert states is not None
-    step = _step_after(model, states) if graph is None else _step_in_place(model, states)
+        logits, states = model(piece, states, logits_to_keep=1)
+    after += states
+    step = _step_after(model, after) if graph is None else _step_in_place(model, after)
 
     def take(token: Tensor) -> Tensor:
         return sample(step(token[:, None]))
 
     next_token: Callable[[Tensor], Tensor] = take if graph is None else GraphedStep(take, generators=graph)
-    token = sample(logits[:, -1:])
+    token = sample(logits)
     for left in reversed(range(max_new_tokens)):
         yield token
         if left:
@@ -115,14 +153,16 @@ def _generate(
 
 
 def _step_after(model: DecodableModel, states: list[Any]) -> Callable[[Tensor], Tensor]:
-    """Returns a function that maps the next tokens (b, 1) to their logits and overwrites the states where possible."""
+    """Returns a function that maps the next tokens (b, 1) to their logits and keeps the next states in the list.
+
+    It overwrites the states' memory where possible.
+    """
     if why_not(model, states) is None:
         return prepare(model, states)
 
     def step(tokens: Tensor) -> Tensor:
-        nonlocal states
         logits: Tensor
-        logits, states = model(tokens, [state.donate() for state in states])
+        logits, states[:] = model(tokens, [state.donate() for state in states])
         return logits
 
     return step

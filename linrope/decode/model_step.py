@@ -27,6 +27,7 @@ class ModelStep:
     def __init__(self, parts: ModelParts, states: Sequence[LayerState]) -> None:
         self.states = list(states)
         self._embedding = None if parts.embedding is None else parts.embedding.weight.detach()
+        self._head = self._embedding if parts.head is None else parts.head.weight.detach()
         self._branches: list[tuple[_AddNorm, LayerStep | _SwiGLU]] = []
         for block, state in zip(parts.blocks, states, strict=True):
             attention: Any = block.attention
@@ -47,7 +48,8 @@ class ModelStep:
             slots = slots.long().contiguous()
         if self._embedding is None:
             return self._of_rows(tokens[:, 0].clone(), slots)[:, None]
-        return linear(self._of_rows(self._embed(tokens, slots), slots), self._embedding)[:, None]
+        assert self._head is not None
+        return linear(self._of_rows(self._embed(tokens, slots), slots), self._head)[:, None]
 
     def _embed(self, tokens: Tensor, slots: Tensor | None) -> Tensor:
         assert self._embedding is not None

@@ -25,8 +25,8 @@ class ModelParts(NamedTuple):
         kinds: the classes that its modules outside of the attention may have.
         blocks: the parts of each block.
         norm: the norm after the last block.
-        embedding: the embedding of the tokens, whose weight is also the last matrix. None: the step takes vectors,
-            and returns those after the norm.
+        embedding: the embedding of the tokens. None: the step takes vectors, and returns those after the norm.
+        head: the last matrix. None: the embedding's weight.
     """
 
     model: nn.Module
@@ -34,14 +34,18 @@ class ModelParts(NamedTuple):
     blocks: Sequence[BlockParts]
     norm: nn.Module
     embedding: nn.Embedding | None = None
+    head: nn.Linear | None = None
 
 
 @runtime_checkable
 class DecodableModel(Protocol):
     """A model of tokens with a state per block, such as ``linrope.models.LanguageModel``."""
 
-    def __call__(self, tokens: Tensor, states: Any = None, /) -> Any:
-        """tokens (b, n) and states -> the logits (b, n, vocab_size), and the next states."""
+    def __call__(self, tokens: Tensor, states: Any = None, /, *, logits_to_keep: Any = 0) -> Any:
+        """tokens (b, n) and states -> the logits (b, n, vocab_size), and the next states.
+
+        logits_to_keep: the logits of the last so many tokens, or of those at the indices in a tensor; 0: of all.
+        """
 
     def decoding_parts(self) -> ModelParts:
         """The modules of which a decoding step consists."""

@@ -76,7 +76,9 @@ def _why_not_parts(parts: ModelParts, states: Sequence[Any]) -> str | None:
             return "states at different positions"
         attention.update(block.attention.modules())
     outside = [x for x in parts.model.modules() if x not in attention]
-    if any(max(x.weight.shape) > MOST_VALUES for x in outside if isinstance(x, nn.Linear)):
+    if any(
+        max(x.weight.shape) > MOST_VALUES for x in outside if isinstance(x, nn.Linear) and x is not parts.head
+    ):
         return f"vectors of more than {MOST_VALUES} numbers"
     return _why_not_plain(outside, parts.kinds)
 

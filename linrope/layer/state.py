@@ -105,6 +105,11 @@ class LayerState:
         return self.sums.tensors() | self._inputs()
 
     @property
+    def nbytes(self) -> int:
+        """The size of all its tensors in bytes; of a pool, that of all its rows."""
+        return sum(x.nbytes for x in self.tensors().values())
+
+    @property
     def identity(self) -> str:
         """The feature map and the rotation that made the state. Layers with others reject it."""
         return self.sums.identity

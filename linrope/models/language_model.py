@@ -25,17 +25,17 @@ from linrope.common.tracing import values_readable
 from linrope.decode.parts import BlockParts, ModelParts
 from linrope.distributed.shard import Shard
 from linrope.layer.norm import RMSNorm, silu_product
-from linrope.layer.state import LayerState
+from linrope.layer.states import State as State
 from linrope.models.folders import latest_checkpoint
 from linrope.models.initialization import initialize
 from linrope.models.language_model_config import LanguageModelConfig, make_attention
+from linrope.models.logits import kept_rows
 from linrope.operation.checks import check_packing
 from linrope.operation.positions import resolve_positions
-from linrope.position_encodings import ABSOLUTE, KeyValueState, SoftmaxAttention
+from linrope.position_encodings import ABSOLUTE, SoftmaxAttention
 
 _FORMAT, _VERSION = "linrope.LanguageModel", 2
 
-State = LayerState | KeyValueState
 States = list[State]
 
 
@@ -166,12 +166,16 @@ class LanguageModel(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_states: bool = True,
+        logits_to_keep: int | Tensor = 0,
         shard: Shard | None = None,
     ) -> tuple[Tensor, States]:
         """tokens (b, n) integers -> logits (b, n, vocab_size), and the states after the last token.
 
         positions, cu_seqlens and shard are as in linear_rope_attention. With return_states=False the list of
         states is empty, which saves the time to compute them. Packed softmax attention has no states.
+
+        logits_to_keep: return the logits of the last so many tokens only; 0: of all; a tensor (k,): of the tokens at
+        these indices.
         """
         check_integer_tensors(tokens=tokens)
         if tokens.element_size() < 4:  # uint8, as in a Corpus, with which an embedding would fail
@@ -206,7 +210,7 @@ class LanguageModel(nn.Module):
             x, state = block(x, state, positions, cu_seqlens, return_states, shard)
             if state is not None:
                 new_states.append(state)
-        x = self.norm(x)
+        x = self.norm(kept_rows(x, logits_to_keep))
         if not isinstance(self.embed, TiedEmbedding):  # PEFT's embedding takes integers only
             return F.linear(x, self.embed.weight), new_states
         return self.embed(x), new_states

@@ -7,8 +7,8 @@ softmax attention, which linear attention never forms.
 import torch
 from torch import Tensor
 
+from linrope.layer.key_value_state import KeyValueState
 from linrope.position_encodings.absolute import ABSOLUTE, LearnedAbsolute, Sinusoidal
-from linrope.position_encodings.key_value_state import KeyValueState
 from linrope.position_encodings.relative import RELATIVE, DeBERTa, RelativeEncoding, Shaw, TransformerXL
 from linrope.position_encodings.softmax_attention import SoftmaxAttention
 from linrope.rotation.rotary import Rotary

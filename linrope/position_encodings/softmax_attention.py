@@ -12,12 +12,12 @@ from linrope.common.argument_checks import check_name
 from linrope.common.keywords import check_keywords, shows
 from linrope.layer.config import DEFAULTS, SHARED, LayerConfig
 from linrope.layer.fitting import check_inputs
+from linrope.layer.key_value_state import KeyValueState
 from linrope.layer.mixer import Mixer
 from linrope.layer.typed_options import SharedOptions
 from linrope.operation.checks import check_mask, check_packing
 from linrope.operation.positions import resolve_positions, spell_out_positions
 from linrope.position_encodings.absolute import ABSOLUTE
-from linrope.position_encodings.key_value_state import KeyValueState
 from linrope.position_encodings.relative import RELATIVE, RelativeEncoding
 from linrope.recurrence.packing import owners
 from linrope.rotation.rotary import Rotary

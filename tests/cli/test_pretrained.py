@@ -11,7 +11,7 @@ import transformers as hf
 from linrope.backends import native
 from linrope.cli import pretrained
 from linrope.cli.generation import stream
-from linrope.cli.pretrained import WithCache
+from linrope.decode.with_cache import WithCache
 from linrope.integrations.transformers import replaced
 from linrope.models import LanguageModel
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM, LinRopeForMaskedLM
@@ -84,6 +84,7 @@ def test_a_model_of_transformers_continues_from_its_cache(kind: str) -> None:
         first, states = with_cache(tokens[:, :13])
         second, _ = with_cache(tokens[:, 13:], states)
         torch.testing.assert_close(torch.cat((first, second), 1), model(tokens).logits)
+        torch.testing.assert_close(with_cache(tokens, logits_to_keep=2)[0], model(tokens).logits[:, -2:])
 
 
 @pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
@@ -184,4 +185,4 @@ def test_models_that_eval_cannot_read_are_refused(refused, tmp_path) -> None:
     assert "does not record the trained length; expected --length" in refused(EVAL)
     without_cache = hf.OpenAIGPTConfig(vocab_size=256, n_embd=32, n_layer=1, n_head=2)
     hf.OpenAIGPTLMHeadModel(without_cache).save_pretrained(tmp_path)
-    assert "expected a model whose forward takes a cache" in refused(EVAL)
+    assert "of transformers whose forward takes a cache" in refused(EVAL)

@@ -1,16 +1,41 @@
 """Continuous batching: text in pieces, random bytes, shares of a step."""
 
+import json
+from typing import Any
+
 import pytest
 import torch
 
 from linrope.backends import native
 from linrope.decode import generate
-from linrope.decode.engine import Engine, Generation, TextStream, choose
+from linrope.decode.engine import Engine, Generation, choose
+from linrope.decode.serving_models import Pool, Separate
+from linrope.decode.text import Decoder, TextStream, encode
+from linrope.layer.states import write_states
 from linrope.models import LanguageModel, LanguageModelConfig
 
+hf = pytest.importorskip("transformers")
+from transformers import ByT5Tokenizer  # noqa: E402
 
-def make(model: LanguageModel, slots: int = 1, **options: int) -> Engine:
+from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM  # noqa: E402
+
+
+def make(model: Any, slots: int = 1, **options: Any) -> Engine:
     return Engine(model, slots, **{"queue": 0, "budget": 64} | options)
+
+
+def tiny(**options: Any) -> LanguageModel:
+    return LanguageModel(LanguageModelConfig(**{"embed_dim": 32, "num_layers": 2, "num_heads": 2} | options))
+
+
+def texts_of(engine: Engine, generations: list[Generation]) -> list[str]:
+    """The text of each, all of them at once."""
+    texts = dict.fromkeys(generations, "")
+    assert all(engine.submit(x) for x in generations)
+    while engine.running or engine.waiting:
+        for x, piece in engine.step():
+            texts[x] += piece or ""
+    return [*texts.values()]
 
 
 def test_a_replacement_character_comes_only_for_bytes_that_are_no_character() -> None:
@@ -72,6 +97,59 @@ def test_a_long_prompt_delays_no_other_request_by_more_than_its_share_of_a_step(
     assert engine.running == [running]
 
 
+SIZES = {
+    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "initializer_range": 0.3, "eos_token_id": [1, 60], "pad_token_id": 0,
+}  # fmt: skip
+MODELS = {
+    "language model": (Pool, lambda: tiny(vocab_size=384)),
+    "softmax language model": (Separate, lambda: tiny(vocab_size=384, attention="softmax")),
+    "linear": (Pool, lambda: LinRopeForCausalLM(LinRopeConfig(**SIZES))),
+    "own head": (Pool, lambda: LinRopeForCausalLM(LinRopeConfig(**SIZES, tie_word_embeddings=False))),
+    "hybrid": (Separate, lambda: LinRopeForCausalLM(LinRopeConfig(**SIZES, full_attention_interval=2))),
+    "llama": (Separate, lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_requests_of_a_model_with_a_tokenizer_get_what_it_generates_alone(kind: str) -> None:
+    torch.manual_seed(0)
+    tokenizer, (serving, make_model) = ByT5Tokenizer(), MODELS[kind]
+    model, prompts = make_model().eval(), ["Für den Nagel, ein Hufeisen", "x", "Und das Pferd"]
+    engine = make(model, slots=2, queue=1, budget=16, tokenizer=tokenizer)
+    assert type(engine.serving) is serving
+    if serving is Pool and native.why_not() is None:
+        assert engine.serving.prepared is not None
+    generations = [Generation(engine.encode(x), max_tokens=20, temperature=0) for x in prompts]
+    for prompt, text, x in zip(prompts, texts_of(engine, generations), generations, strict=True):
+        tokens = torch.tensor([encode(tokenizer, prompt, special=False)])
+        if isinstance(model, LanguageModel):
+            alone = torch.stack([*generate(model, tokens, 20, temperature=0)], 1)
+        else:
+            mask = torch.ones_like(tokens)
+            alone = model.generate(tokens, attention_mask=mask, max_new_tokens=20, do_sample=False)[
+                :, tokens.shape[1] :
+            ]
+        ended = int(alone[0, -1]) in engine.ends
+        assert text == tokenizer.decode(alone[0, : alone.shape[1] - ended], skip_special_tokens=True)
+        assert (x.generated, x.finish_reason) == (alone.shape[1], "stop" if ended else "length")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_tokens_become_the_text_that_the_tokenizer_makes_of_all_of_them(first: bool) -> None:
+    """In pieces of whole characters, and without the replacement of a character's first bytes."""
+    tokenizer, decoded = ByT5Tokenizer(), []
+    text = "a <é–🐎z " * 9
+    tokens = encode(tokenizer, text, special=True)
+    decode = tokenizer.decode
+    tokenizer.decode = lambda x, **options: (decoded.append(len(x)), decode(x, **options))[1]  # type: ignore[assignment]
+    decoder = Decoder(tokenizer, [] if first else tokens)
+    pieces = [decoder.add([token], last=False) for token in tokens]
+    assert [x.decode() for x in pieces if x] == [*text]
+    assert max(decoded) <= 9  # of 135 tokens
+    assert decoder.add(tokens[:1], last=True) == b"a"
+
+
 @pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 @pytest.mark.parametrize("gates", [{"erase_gate": "tied"}, {"forget_gate": {"per": "feature"}},
                                    {"erase_gate": "independent", "forget_gate": {"per": "feature", "bound": 5}},
@@ -80,15 +158,11 @@ def test_requests_get_in_prepared_steps_what_the_model_generates_for_each_alone(
     torch.manual_seed(0)
     model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2, **gates))
     engine = make(model, slots=2, queue=3)
-    assert engine.prepared is not None
+    assert engine.serving.prepared is not None
     prompts = torch.randint(32, 127, (5, 40)).tolist()
     prompts = [prompt[:length] for prompt, length in zip(prompts, (40, 3, 17, 30, 1), strict=True)]
-    texts = {Generation(list(prompt), max_tokens=20, temperature=0): "" for prompt in prompts}
-    assert all(engine.submit(x) for x in texts)
-    while engine.running or engine.waiting:
-        for x, piece in engine.step():
-            texts[x] += piece or ""
-    for prompt, text in zip(prompts, texts.values(), strict=True):
+    texts = texts_of(engine, [Generation(list(prompt), max_tokens=20, temperature=0) for prompt in prompts])
+    for prompt, text in zip(prompts, texts, strict=True):
         alone = generate(model, torch.tensor([prompt]), 20, temperature=0)
         assert text == bytes(map(int, alone)).decode(errors="replace")
 
@@ -121,14 +195,32 @@ def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
+        (
+            lambda _: make(torch.nn.Linear(2, 2)),
+            "model: got Linear, expected a LanguageModel, a LinRopeForCausalLM",
+        ),
         (lambda model: make(model, slots=0), "slots=0: expected at least 1"),
         (lambda model: make(model, queue=-1), "queue=-1: expected at least 0"),
         (lambda model: make(model, budget=15), "budget=15: expected at least 16"),
-        (lambda _: make(LanguageModel(LanguageModelConfig(vocab_size=300))), "model: got .*300 tokens"),
-        (lambda _: make(LanguageModel(LanguageModelConfig(attention="softmax"))), "model: got .*'softmax'"),
-        (lambda model: make(model).submit(Generation([])), "unread: got no bytes"),
+        (
+            lambda _: make(tiny(vocab_size=300)),
+            "tokenizer: got None for 300 tokens, expected the model's tokenizer",
+        ),
+        (
+            lambda model: make(model, tokenizer=ByT5Tokenizer()),
+            "tokenizer: got 384 tokens, expected at most .* 256",
+        ),
+        (lambda model: make(model).submit(Generation([])), "unread: got no tokens"),
+        (
+            lambda model: make(model).submit(Generation([1, 256])),
+            r"unread: got \[1, 256\], expected tokens 0 \.\. 255",
+        ),
+        (
+            lambda _: make(tiny(attention="softmax")).submit(Generation([1], session="x")),
+            "session: expected None with LanguageModel, whose states the engine cannot save",
+        ),
         (lambda model: make(model).load(Generation([1])), "session: got None"),
-        (lambda _: Generation([1, 256]), r"unread: got \[1, 256\], expected a list of bytes, 0 \.\. 255"),
+        (lambda _: Generation([1, -1]), r"unread: got \[1, -1\], expected tokens 0 \.\."),
         (lambda _: Generation([1], max_tokens=0), "max_tokens=0"),
         (lambda _: Generation([1], temperature=float("nan")), "temperature=nan"),
         (lambda _: Generation([1], temperature=-1.0), r"temperature=-1\.0"),
@@ -141,21 +233,40 @@ def test_what_could_not_run_is_refused(refused, message, model) -> None:
         refused(model)
 
 
-@pytest.mark.parametrize("unread", [[256], [-1], [1.0], [True], "text", None, torch.tensor([1])], ids=repr)
-def test_a_session_s_file_with_other_things_than_bytes_is_refused(model, tmp_path, unread) -> None:
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda model: Engine("model", 1, 0), "model: got str, expected a LanguageModel or another module"),
+        (
+            lambda model: make(model).submit("abc"),
+            r"generation: got 'abc', expected Generation\(engine.encode",
+        ),
+        (
+            lambda model: Generation("abc"),
+            "unread: got 'abc', expected a list of tokens, such as engine.encode",
+        ),
+        (lambda model: Generation([1], stops="END"), "stops: got 'END', expected a list of texts or bytes"),
+    ],
+)
+def test_other_types_are_refused(refused, message, model) -> None:
+    with pytest.raises(TypeError, match=message):
+        refused(model)
+
+
+@pytest.mark.parametrize("unread", [[256], [-1], [1.0], [True], "text", None], ids=repr)
+def test_a_session_s_file_with_other_things_than_tokens_is_refused(model, tmp_path, unread) -> None:
     engine = make(model)
     generation = Generation([1], session=tmp_path / "session")
-    torch.save({"model": engine.digest, "states": engine.empty, "unread": unread}, generation.session)
-    with pytest.raises(
-        ValueError, match=r"^unread of .*session: got .*, expected a list of bytes, 0 \.\. 255$"
-    ):
+    metadata = {"model": engine.digest, "unread": json.dumps(unread)}
+    write_states(generation.session, "linrope.Session", engine.serving.empty, metadata)
+    with pytest.raises((TypeError, ValueError), match=r"^unread of .*session: got .*, expected "):
         engine.load(generation)
 
 
 def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> None:
     engine = make(model, slots=2)
-    two_rows = [state.reorder(torch.tensor([0, 0])) for state in engine.empty]
-    for states in (two_rows, engine.empty * 2):
+    two_rows = [state.reorder(torch.tensor([0, 0])) for state in engine.serving.empty]
+    for states in (two_rows, engine.serving.empty * 2):
         with pytest.raises(ValueError, match="states: got shapes"):
             engine.submit(Generation([1], states=states))
     generation = Generation([1], max_tokens=1)
@@ -164,6 +275,29 @@ def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> Non
         with pytest.raises(ValueError, match="submitted before"):
             engine.submit(generation)
         engine.step()
+
+
+def test_a_text_with_a_tokenizer_ends_before_a_stop_text_or_an_end_token(monkeypatch) -> None:
+    tokenizer = ByT5Tokenizer()
+    engine = make(tiny(vocab_size=384), tokenizer=tokenizer)
+
+    def text(told: str, **options: Any) -> tuple[str, str | None]:
+        tokens = iter([*encode(tokenizer, told, special=False), tokenizer.eos_token_id])
+        monkeypatch.setattr("linrope.decode.engine.choose", lambda *_: [next(tokens)])
+        generation = Generation(engine.encode("x"), **{"max_tokens": 50} | options)
+        return texts_of(engine, [generation])[0], generation.finish_reason
+
+    assert text("das Pferd 🐎 und") == ("das Pferd 🐎 und", "stop")
+    assert text("das Pferd 🐎 und", stops=["🐎 x", "d 🐎"]) == ("das Pfer", "stop")
+    assert text("das Pferd 🐎", stops=[b"x"], max_tokens=9) == ("das Pferd", "length")
+
+
+def test_an_engine_tells_what_it_runs(model) -> None:
+    engine = make(model, slots=2, queue=3)
+    for _ in range(3):
+        engine.submit(Generation([1]))
+    engine.step()
+    assert repr(engine) == "Engine(LanguageModel, 2 slots, 2 running, 1 of 3 waiting, budget 64)"
 
 
 def test_an_engine_runs_a_model_in_bfloat16(model) -> None:

@@ -53,7 +53,7 @@ def test_top_k_and_top_p_keep_the_right_tokens_and_their_odds() -> None:
     odds = torch.tensor([0.5, 0.3, 0.15, 0.05])
     prompt = torch.zeros(20000, 1, dtype=torch.int64)
 
-    def model(tokens: torch.Tensor, states: object) -> tuple[torch.Tensor, list[object]]:
+    def model(tokens: torch.Tensor, states: object, logits_to_keep: int) -> tuple[torch.Tensor, list[object]]:
         return odds.log().expand(*tokens.shape, 4), []
 
     for k, p, kept in ((None, None, 4), (2, None, 2), (None, 0.5, 1), (None, 0.8, 2), (3, 0.81, 3)):

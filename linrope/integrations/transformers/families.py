@@ -17,6 +17,7 @@ from torch import nn
 from linrope import backends
 from linrope.common.argument_checks import expected_one_of
 from linrope.common.private_names import forward_behind_hooks
+from linrope.decode.with_cache import CACHES
 from linrope.integrations.transformers import delta_rule, mamba2, minimax, packing, refusals, shared
 
 MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
@@ -355,7 +356,7 @@ def _named(function: _Function) -> list[str]:
     """The parameters that may be passed by position. transformers has the packing among its **kwargs."""
     parameters = inspect.signature(function).parameters.values()
     names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-    return ["cache" if x in packing.CACHES else x for x in names]
+    return ["cache" if x in CACHES else x for x in names]
 
 
 def _replace(family: str, target: _Target) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from linrope.common.private_names import assert_in_graph, softmax_implementation
 from linrope.common.tracing import exporting
+from linrope.decode.with_cache import CACHES
 
 SAYS_PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
-CACHES = ("cache", "past_key_values", "cache_params")  # transformers 5.24 renamed the latter two to the first
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CARRIED = "linrope's packing"  # a key of the attention_mask by which Mamba2ForCausalLM passes the packing on
 

@@ -2,22 +2,18 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from linrope.common.files import load_tensors, save_tensors
 from linrope.layer.state import LayerState
+from linrope.layer.states import State, read_states, write_states
 from linrope.models.huggingface.cache_name import CACHE
 from linrope.models.huggingface.configuration import LinRopeConfig
-from linrope.position_encodings import KeyValueState
 
-_FORMAT, _VERSION = "linrope.LinRopeCache", 1
-
-State = LayerState | KeyValueState
+_FORMAT = "linrope.LinRopeCache"
 
 
 class StateLayer:
@@ -114,14 +110,8 @@ class LinRopeCache(Cache):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one safetensors file, atomically."""
-        tensors: dict[str, Tensor] = {}
-        metadata = {"format": _FORMAT, "version": str(_VERSION)}
-        metadata |= {"length": str(self.length), "layers": str(len(self.layers))}
-        for i, layer in enumerate(self.layers):
-            if layer.state is not None:
-                metadata[f"{i}.identity"] = layer.state.identity
-                tensors |= {f"{i}.{name}": x for name, x in layer.state.detach().tensors().items()}
-        save_tensors(Path(path), tensors, metadata)
+        states = [layer.state for layer in self.layers]
+        write_states(path, _FORMAT, states, {"length": str(self.length)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> "LinRopeCache":
@@ -132,19 +122,13 @@ class LinRopeCache(Cache):
         Raises:
             FileNotFoundError, ValueError: there is no such file; it is damaged, newer, or of another kind.
         """
-        tensors, metadata = load_tensors(Path(path), _FORMAT, _VERSION)
+        states, metadata = read_states(path, _FORMAT, device)
         cache = cls.__new__(cls)
         Cache.__init__(cache, layers=[])
+        cache.layers += map(StateLayer, states)
         try:
             cache.length = int(metadata["length"])
-            for i in range(int(metadata["layers"])):
-                layer_tensors = {
-                    name.partition(".")[2]: tensor.to(device)
-                    for name, tensor in tensors.items()
-                    if name.startswith(f"{i}.")
-                }
-                cache.layers.append(StateLayer(_state(layer_tensors, metadata.get(f"{i}.identity", ""))))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, ValueError) as error:
             raise ValueError(f"{path}: does not hold the states of a model ({error})") from error
         return cache
 
@@ -182,11 +166,3 @@ def _is_read_only(state: State) -> bool:
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return isinstance(state, LayerState) and state.sums.kv.is_inference()
-
-
-def _state(tensors: dict[str, Any], identity: str) -> State | None:
-    if not tensors:
-        return None
-    if "kv" in tensors:
-        return LayerState.from_tensors(tensors, identity)
-    return KeyValueState(**tensors, identity=identity)

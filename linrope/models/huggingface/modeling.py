@@ -31,13 +31,16 @@ from transformers.utils.output_capturing import capture_outputs
 
 from linrope.distributed.shard import Shard
 from linrope.layer.norm import RMSNorm, silu_product
-from linrope.models.huggingface.cache import LinRopeCache, State, check_lengths
+from linrope.layer.states import State
+from linrope.models.huggingface.cache import LinRopeCache, check_lengths
 from linrope.models.huggingface.cache_name import CACHE, NAMES, BaseOutput, CausalLMOutput, either_cache_name
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
 from linrope.models.huggingface.padding import count_positions, may_pad, read_rows
 from linrope.models.huggingface.parallel import TP_HEAD
 from linrope.models.huggingface.prepared import step_of_generate, with_prepared_steps
 from linrope.models.huggingface.saving import auto_map, write_beside
+from linrope.models.huggingface.with_states import with_states
+from linrope.models.logits import kept_rows
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "out_norm", "q_norm", "k_norm")
 _OWN_NAMES = {"positions": "position_ids", "state": "cache"}  # of the attention's arguments
@@ -298,8 +301,7 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             cache=cache, inputs_embeds=inputs_embeds, use_cache=use_cache, shard=shard, **kwargs,
         )  # fmt: skip
-        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, rows])
+        logits = self.lm_head(kept_rows(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None and shard is not None:
             loss = shard.mean_loss(logits, labels, kwargs.get("num_items_in_batch"))
@@ -313,6 +315,7 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
         )
 
     generate = either_cache_name(CACHE)(with_prepared_steps(GenerationMixin.generate))
+    with_states = with_states
 
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, str | None, dict[str, Any]]:
         """Checks the mask here, because generate() slices the inputs by it and then drops it."""

@@ -76,7 +76,7 @@ def step_of_generate(
         return None
     if prepared.model is None and None not in states:
         prepared.model = model
-        parts = _parts_of(model)
+        parts = parts_of(model)
         prepared.step = None if why_not(parts, states) else prepare(parts, states)
     step, positions = prepared.step, tokens["positions"]
     if step is None or prepared.model is not model or not all(map(is_, states, step.states)):
@@ -134,7 +134,8 @@ class _GraphOfLayers:
         return self._step(*tensors)
 
 
-def _parts_of(model: Any) -> ModelParts:
+def parts_of(model: Any) -> ModelParts:
+    """The modules of a LinRopeModel for ``linrope.decode.prepare``."""
     layers = model.layers
     kinds = type(model), type(layers[0]), type(layers[0].mlp), nn.Embedding, nn.ModuleList, RMSNorm, nn.Linear
     blocks = [

@@ -137,7 +137,7 @@ def test_large_projections_are_not_copied() -> None:
     sizes = {"hidden_size": 1536, "num_attention_heads": 16, "intermediate_size": 1536}
     model = LinRopeForCausalLM(LinRopeConfig(vocab_size=50, num_hidden_layers=1, **sizes)).eval()
     cache = filled_cache(model, tokens(1, 5))
-    branches = prepare(prepared._parts_of(model.model), [cache.layers[0].state])._branches
+    branches = prepare(prepared.parts_of(model.model), [cache.layers[0].state])._branches
     products = [x for _, branch in branches for x in vars(branch).values() if hasattr(x, "parts")]
     parts = [weight for product in products for weight, _ in product.parts]
     weights = {x.data_ptr() for x in model.parameters()}

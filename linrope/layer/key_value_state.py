@@ -47,6 +47,11 @@ class KeyValueState:
             return self.positions.new_zeros(len(self.positions))
         return self.positions[:, -1] + 1
 
+    @property
+    def nbytes(self) -> int:
+        """The size of all its tensors in bytes."""
+        return sum(x.nbytes for x in self.tensors().values())
+
     def append(self, later: "KeyValueState") -> "KeyValueState":
         """This state followed by the keys and values of ``later``."""
         return self._map(lambda before, after: torch.cat((before, after), 1), later)
@@ -65,6 +70,10 @@ class KeyValueState:
 
     def clone(self) -> "KeyValueState":
         return self._map(torch.clone)
+
+    def rows(self) -> "KeyValueState":
+        """Returns itself: it has no slots."""
+        return self
 
     def donate(self) -> "KeyValueState":
         """Returns itself: a growing state has no memory that the next state could be written into."""
