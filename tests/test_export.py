@@ -155,9 +155,20 @@ def test_sequences_begin_with_no_tokens_where_the_model_is_and_in_its_dtype() ->
     assert {x.device.type for x in module.to("meta").empty(2)} == {"meta"}
 
 
+def test_a_model_in_hugging_face_format_has_its_states_in_tensors() -> None:
+    huggingface = pytest.importorskip("linrope.models.huggingface")
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = huggingface.LinRopeForCausalLM(huggingface.LinRopeConfig(**sizes, num_attention_heads=2))
+    module, tokens = TensorStates(model), tokens_of(2, 9)
+    first, tensors = module(tokens[:, :5], module.empty(2))
+    second, _ = module(tokens[:, 5:], tensors)
+    torch.testing.assert_close(torch.cat((first, second), 1), model(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_another_model_is_refused_by_name() -> None:
     with pytest.raises(
-        TypeError, match=r"model: got Linear, expected a LanguageModel; others export by torch\.export"
+        TypeError,
+        match=r"model: got Linear, expected a LanguageModel or a LinRopeForCausalLM; others export by",
     ):
         TensorStates(nn.Linear(2, 2))
 

@@ -22,7 +22,7 @@ OPERATORS = {"onnxruntime": ("onnx", "1.29"), "opset27": ("onnx", "1.32"), "port
 
 
 class TensorStates(nn.Module):
-    """A LanguageModel whose states are plain tensors in its arguments and results.
+    """A language model whose states are plain tensors in its arguments and results.
 
         logits, [kv_0', z_0', position_0', kv_1', ..] = module(tokens, [kv_0, z_0, position_0, kv_1, ..])
 
@@ -32,10 +32,10 @@ class TensorStates(nn.Module):
     model.
 
     Args:
-        model: a LanguageModel with linear attention.
+        model: a LanguageModel or a LinRopeForCausalLM, with linear layers only.
 
     Raises:
-        TypeError: the model is no LanguageModel.
+        TypeError: the model is of another class.
         ValueError: the model has softmax attention, whose cache grows.
 
     >>> from linrope.models import LanguageModel, LanguageModelConfig
@@ -48,25 +48,31 @@ class TensorStates(nn.Module):
      'kv_1': (1, 2, 16, 32), 'z_1': (1, 2, 16), 'position_1': (1,), 'conv_1': (1, 3, 128)}
     """
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        if not isinstance(model, LanguageModel):
+        if not isinstance(model, LanguageModel) and not hasattr(model, "with_states"):
             raise TypeError(
-                f"model: got {type(model).__name__}, expected a LanguageModel; others export by torch.export or "
-                "torch.onnx.export"
+                f"model: got {type(model).__name__}, expected a LanguageModel or a LinRopeForCausalLM; others export "
+                "by torch.export or torch.onnx.export"
             )
-        if model.config.attention != "linear":
-            raise ValueError(f"model: got attention={model.config.attention!r}, expected 'linear'")
-        self.model = model
+        self.model = model if isinstance(model, LanguageModel) else model.with_states()
         states = self._empty()
+        if other := next((x for x in states if not isinstance(x, LayerState)), None):
+            raise ValueError(f"model: got a layer with a {type(other).__name__}, expected linear layers only")
         self._names = [list(state.tensors()) for state in states]
         self._identities = [state.identity for state in states]
         self.names = [f"{name}_{block}" for block, names in enumerate(self._names) for name in names]
 
+    @property
+    def device(self) -> torch.device:
+        """The model's."""
+        device: torch.device = next(self.parameters()).device
+        return device
+
     @torch.no_grad()
     def _empty(self) -> list[LayerState]:
         """The states of one sequence before its first token."""
-        tokens = torch.zeros(1, 0, dtype=torch.int64, device=self.model.embed.weight.device)
+        tokens = torch.zeros(1, 0, dtype=torch.int64, device=self.device)
         states: list[LayerState] = self.model(tokens)[1]
         return states
 
@@ -88,21 +94,22 @@ def _tensors_of(states: list[LayerState]) -> list[Tensor]:
 
 
 def export_onnx(
-    model: LanguageModel,
+    model: nn.Module,
     path: str | os.PathLike[str],
     *,
     operators: str = "onnxruntime",
     tokens_per_call: int | None = None,
     check: bool = True,
+    verbose: bool = True,
 ) -> TensorStates:
-    """Writes a LanguageModel to an ONNX file, which takes and returns the states as ``TensorStates`` does.
+    """Writes a language model to an ONNX file, which takes and returns the states as ``TensorStates`` does.
 
         logits, next_kv_0, next_z_0, next_position_0, .. = file(tokens, kv_0, z_0, position_0, ..)
 
     Prompts, pieces of prompts and decoding steps are calls of one file, with any batch and any length.
 
     Args:
-        model: with linear attention, and in float32 unless operators is "portable".
+        model: as in ``TensorStates``, and in float32 unless operators is "portable".
         path: of the file to write.
         operators: what the attention consists of.
             "onnxruntime": its operator LinearAttention, O(N). From onnxruntime 1.29 on.
@@ -110,13 +117,14 @@ def export_onnx(
             "portable": plain operations, O(N^2) in the tokens of one call. For any runtime.
         tokens_per_call: a fixed length of all calls, which makes the graph smaller; None: any length.
         check: whether to compare the file with the model in the installed onnxruntime.
+        verbose: print the exporter's progress.
 
     Returns:
         The TensorStates of the model. Its ``names`` are those of the file's states, its ``empty`` makes the first ones.
 
     Raises:
         ImportError: a package of linrope[export] is missing.
-        TypeError: the model is no LanguageModel.
+        TypeError: the model is of another class.
         ValueError: operators or tokens_per_call has another value, the model has softmax attention, or operators is not
             "portable" and the feature map has a log_scale, whose running maximum is quadratic in ONNX.
         RuntimeError: the operators cannot express the model; with check, onnxruntime is too old or computes other
@@ -137,11 +145,12 @@ def export_onnx(
     module = TensorStates(model)
     # The model computes the same in both modes, but the exporter warns about training mode.
     module.training = False
-    layers: list[Any] = [block.attention for block in model.blocks]
-    if backend == "onnx" and any(layer.feature_map.log_scaled for layer in layers):
+    layers: list[Any] = [block.attention for block in module.model.decoding_parts().blocks]
+    scaled = next((x.feature_map for x in layers if x.feature_map.log_scaled), None)
+    if backend == "onnx" and scaled is not None:
         raise ValueError(
-            f"operators={operators!r}: got feature_map={model.config.layer.feature_map!r}, whose running maximum is "
-            "quadratic in ONNX; expected operators='portable'"
+            f"operators={operators!r}: got feature_map={scaled}, whose running maximum is quadratic in ONNX; expected "
+            "operators='portable'"
         )
     states = module.empty(2)
     tokens = torch.zeros(2, tokens_per_call or 9, dtype=torch.int64, device=states[0].device)
@@ -155,7 +164,7 @@ def export_onnx(
             module,
             (tokens, states),
             dynamo=True,
-            verbose=False,
+            verbose=verbose,
             input_names=["tokens", *module.names],
             output_names=["logits", *[f"next_{name}" for name in module.names]],
             dynamic_shapes=(free if tokens_per_call else free | {1: Dim.DYNAMIC}, [free for _ in states]),
@@ -208,11 +217,10 @@ def _compare(module: TensorStates, path: str | os.PathLike[str], n: int) -> None
     )
     tokens = torch.arange(4 * n).view(2, 2 * n) * 7 % module.model.config.vocab_size
     got = expected = [x.cpu() for x in module.empty(2)]
-    device = module.model.embed.weight.device
     for piece in tokens.split(n, 1):
         feeds = zip(["tokens", *module.names], [piece, *got], strict=True)
         y, *got = (torch.from_numpy(x) for x in session.run(None, {name: x.numpy() for name, x in feeds}))
-        logits, expected = module(piece.to(device), [x.to(device) for x in expected])
+        logits, expected = module(piece.to(module.device), [x.to(module.device) for x in expected])
         error = (y - logits.cpu()).abs().max() / logits.abs().max().cpu()
         if not error <= 1e-3:
             raise RuntimeError(

@@ -124,6 +124,17 @@ def test_a_portable_file_computes_a_prompt_in_pieces_and_twenty_steps(options, t
         assert_near(exported(tokens, begin, 32, 32, 6, *[1] * 20), expected, 2e-6)
 
 
+@pytest.mark.long
+@torch.no_grad()
+def test_a_model_in_hugging_face_format_is_exported_with_its_progress(tmp_path: Path, capsys) -> None:
+    huggingface = pytest.importorskip("linrope.models.huggingface")
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = huggingface.LinRopeForCausalLM(huggingface.LinRopeConfig(**sizes, num_attention_heads=2))
+    exported, tokens = export(model, tmp_path / "model.onnx"), tokens_of(2, 50)
+    assert_near(exported(tokens, exported.module.empty(2), 40, 10)[:1], [model(tokens).logits])
+    assert "Translate the graph into ONNX" in capsys.readouterr().out
+
+
 @torch.no_grad()
 def test_every_first_byte_is_the_model_s(exported: Exported) -> None:
     """After one byte the slowest heads have tiny outputs, which a norm enlarges."""
@@ -168,7 +179,7 @@ def test_4096_tokens_with_other_options_are_the_model_s(options, tmp_path: Path)
     [
         (make_model, {"operators": "onnx"}, ValueError, "'onnx': expected one of onnxruntime, opset27, portable"),
         (make_model, {"tokens_per_call": 0}, ValueError, "tokens_per_call=0: expected at least 1"),
-        (lambda: make_model(attention="softmax"), {"operators": "portable"}, ValueError, "got attention='softmax'"),
+        (lambda: make_model(attention="softmax"), {"operators": "portable"}, ValueError, "got a layer with a KeyValueState"),
         (lambda: make_model(feature_map="softmax"), {}, ValueError, "running maximum.* operators='portable'"),
         (lambda: make_model().bfloat16(), {}, RuntimeError, r"cannot run: torch\.bfloat16: ONNX's .* torch\.float32"),
     ],
