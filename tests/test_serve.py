@@ -48,8 +48,10 @@ def model() -> Iterator[LanguageModel]:
 class Running:
     """A server on a free port, on a thread of its own."""
 
-    def __init__(self, model: LanguageModel, slots: int, queue: int, sessions: Path | None = None) -> None:
-        self.engine = Engine(model, slots, queue, budget=64)
+    def __init__(
+        self, model: Any, slots: int, queue: int, sessions: Path | None = None, tokenizer: Any = None
+    ) -> None:
+        self.engine = Engine(model, slots, queue, budget=64, tokenizer=tokenizer)
         self.app = serve.Server(self.engine, "verse", sessions)
         config = uvicorn.Config(self.app.app(), port=0, log_level="warning", timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
@@ -175,11 +177,64 @@ def test_a_session_outlives_the_server_and_belongs_to_its_model(model, tmp_path)
         with pytest.raises(openai.BadRequestError, match="session: got 'kept', expected one of this model"):
             running.complete("x", session="kept")
         assert len(running.complete("x", session="new", max_tokens=1)) == 1
-        (tmp_path / "new.pt").write_bytes(b"damaged")
-        with pytest.raises(openai.InternalServerError, match="session: the file is damaged: UnpicklingError"):
+        (tmp_path / "new.safetensors").write_bytes(b"damaged")
+        with pytest.raises(openai.InternalServerError, match="session: the file is damaged: ValueError"):
             running.complete("x", session="new")
         assert running.complete("x", session="newer", max_tokens=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.pt", "new.pt", "newer.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"{x}.safetensors" for x in ("kept", "new", "newer")
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in Hugging Face format, with a tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LinRopeConfig(
+        **sizes, num_attention_heads=2, initializer_range=0.3, pad_token_id=0, eos_token_id=1
+    )
+    path = tmp_path_factory.mktemp("folder")
+    LinRopeForCausalLM(config).save_pretrained(path)
+    transformers.ByT5Tokenizer().save_pretrained(path)
+    return path
+
+
+def test_a_folder_in_hugging_face_format_is_served_with_its_tokenizer(
+    folder, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve.py", str(folder), "--slots", "1", "--budget", "64"])
+    monkeypatch.setattr(uvicorn, "run", Mock())
+    serve.main()
+    uvicorn.run.assert_called_once()
+    assert ": Engine(LinRopeForCausalLM, 1 slots, 0 running, 0 of 64 waiting" in capsys.readouterr().out
+
+    model, tokenizer = serve.load_pretrained(folder), serve.tokenizer_beside(folder, 384)
+    tokens = tokenizer("Für den Nagel", add_special_tokens=False, return_tensors="pt")
+    whole = model.generate(**tokens, max_new_tokens=20, do_sample=False)[0, tokens.input_ids.shape[1] :]
+    with Running(model, slots=2, queue=0, sessions=tmp_path, tokenizer=tokenizer) as running:
+        options = {"max_tokens": 10, "temperature": 0, "session": "kept"}
+        answers = [running.whole(prompt, **options) for prompt in ("Für den Nagel", [])]
+        text = "".join(x.choices[0].text for x in answers)
+        assert text == tokenizer.decode(whole, skip_special_tokens=True)
+        assert [x.usage.prompt_tokens for x in answers] == [len("Für den Nagel".encode()), 0]
+        metrics = running.client.get("../metrics", cast_to=str)
+    assert "# TYPE linrope_requests_total counter\nlinrope_requests_total 2\n" in metrics
+    assert "linrope_generated_tokens_total 20\n" in metrics
+    assert "# TYPE linrope_slots gauge\nlinrope_slots 2\n" in metrics
+
+
+def test_a_slow_client_gets_all_that_came_in_one_event() -> None:
+    async def ask() -> list[str]:
+        generation = serve.Generation([1], inbox=asyncio.Queue())
+        for piece in ("a", "b", "c", None):
+            generation.inbox.put_nowait(piece)
+        return [x async for x in serve.Answer(Mock(), generation, stream=True).pieces()]
+
+    assert asyncio.run(ask()) == ["abc"]
 
 
 def raw(server: Running, body: dict[str, Any]) -> socket.socket:
@@ -259,11 +314,13 @@ def test_a_session_is_in_use_until_it_is_saved_even_if_the_client_leaves(stream,
 def test_a_session_that_cannot_be_saved_is_reported_and_stays_as_it_was(stream, server, monkeypatch) -> None:
     options = {"session": "full", "max_tokens": 9, "temperature": 0}
     server.complete("Für", **options)
-    before = (server.app.sessions / "full.pt").read_bytes()
-    monkeypatch.setattr(torch, "save", Mock(side_effect=OSError(28, "No space left on device")))
+    before = (server.app.sessions / "full.safetensors").read_bytes()
+    monkeypatch.setattr(
+        "linrope.common.files.save_file", Mock(side_effect=OSError(28, "No space left on device"))
+    )
     with pytest.raises(openai.APIError, match="session: not saved, it is as before: OSError"):
         list(server.whole("", stream=stream, **options))
-    assert (server.app.sessions / "full.pt").read_bytes() == before
+    assert (server.app.sessions / "full.safetensors").read_bytes() == before
 
 
 WRONG = {
@@ -284,11 +341,11 @@ WRONG = {
     "logprobs: got 5, expected None": {"logprobs": 5},
     "arguments: got 'top_k', expected some of": {"top_k": 5},
     r"prompt: got None, expected text": {"prompt": None},
-    r"prompt: got \[256\], expected text, or its bytes": {"prompt": [256]},
+    r"prompt: got \[256\], expected text, or its tokens as a list of integers 0 .. 255": {"prompt": [256]},
     r"prompt: got \['a', 'b'\]": {"prompt": ["a", "b"]},
     r"prompt: got '\\ud800'": {"prompt": "\ud800"},
-    "prompt: got '', expected at least 1 byte": {"prompt": ""},
-    "prompt: got 70000 bytes, expected at most 65536": {"prompt": "x" * 70_000},
+    "prompt: got '', expected at least 1 token": {"prompt": ""},
+    "prompt: got 70000 tokens, expected at most 65536": {"prompt": "x" * 70_000},
     r"session: got '\.\./a', expected 1 to 64 of the characters": {"session": "../a"},
     "session: got 'a/b'": {"session": "a/b"},
     r"session: got 'a\\n'": {"session": "a\n"},
@@ -385,7 +442,7 @@ def test_what_cannot_be_served_is_one_line(model, tmp_path, monkeypatch, capsys)
     file = tmp_path / "config.json"
     for arguments, message in (
         ([str(tmp_path / "none")], "none: expected a folder with checkpoints"),
-        ([str(tmp_path)], "got model_type='llama', a model in Hugging Face format"),
+        ([str(tmp_path)], "no file named model.safetensors"),
         ([str(tmp_path / "model"), "--sessions", str(file)], f"File exists: '{file}'"),
     ):
         monkeypatch.setattr(sys, "argv", ["serve.py", *arguments])

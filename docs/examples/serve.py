@@ -1,10 +1,11 @@
-"""An OpenAI-compatible completions server for a LanguageModel, batched continuously.
+"""An OpenAI-compatible completions server. linrope's own models are batched continuously.
 
     python docs/examples/serve.py               # trains a small model for some seconds and serves it
     python docs/examples/serve.py runs/demo     # serves a checkpoint of `linrope train`
+    python docs/examples/serve.py FOLDER        # serves a model in Hugging Face format, with its tokenizer
 
-Tokens are bytes. A request may name a session: the server then saves its states, and the next request of the session
-continues from them. There is no authentication: keep the server on the loopback address or behind a proxy.
+A request may name a session: the server then saves its states, and the next request of the session continues from
+them. There is no authentication: keep the server on the loopback address or behind a proxy.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import reprlib
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -30,16 +32,19 @@ try:
     from starlette.concurrency import run_in_threadpool
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
     from starlette.types import Receive, Scope, Send
 except ModuleNotFoundError as error:
     raise SystemExit(f"serve.py: {error.name} is missing; install linrope[serve]") from None
 
+from linrope.cli.pretrained import is_pretrained, load_pretrained, on_linrope, tokenizer_beside
 from linrope.decode.engine import Engine, Generation, Pieces
 from linrope.models import LanguageModel
+from linrope.models.training import latest_checkpoint
 
-LONGEST_PROMPT, LONGEST_COMPLETION, LONGEST_STOP = 65_536, 4_096, 100  # bytes
+LONGEST_PROMPT, LONGEST_COMPLETION = 65_536, 4_096  # tokens
+LONGEST_STOP = 100  # bytes
 # OpenAI's arguments that are accepted with these values only.
 FIXED = {"best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "n": 1}
 FIXED |= {"presence_penalty": 0, "suffix": ""}
@@ -70,15 +75,25 @@ def number(body: dict[str, Any], name: str, default: Any, kind: Any, low: float,
     return value
 
 
-def to_bytes(name: str, value: object, longest: int) -> bytes:
+def to_bytes(name: str, value: str) -> bytes:
     try:
-        data = bytes(value) if isinstance(value, list) else str.encode(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # another type, an integer beyond 255, or half of a surrogate pair
-        raise wrong(name, value, "text, or its bytes as a list of integers") from None
-    if len(data) > longest:
-        message = f"{name}: got {len(data)} bytes, expected at most {longest}"
-        raise Refused(400, message, name, "context_length_exceeded" if name == "prompt" else None)
-    return data
+        return value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise wrong(name, value, "text") from None
+
+
+def to_tokens(engine: Engine, prompt: object, special: bool) -> list[int]:
+    """The tokens of the prompt; special: with those that the model expects in front of a text."""
+    if isinstance(prompt, str):
+        to_bytes("prompt", prompt)
+        prompt = engine.encode(prompt, special)
+    last = engine.vocab_size - 1
+    if not isinstance(prompt, list) or not all(type(x) is int and 0 <= x <= last for x in prompt):
+        raise wrong("prompt", prompt, f"text, or its tokens as a list of integers 0 .. {last}")
+    if len(prompt) > LONGEST_PROMPT:
+        message = f"prompt: got {len(prompt)} tokens, expected at most {LONGEST_PROMPT}"
+        raise Refused(400, message, "prompt", "context_length_exceeded")
+    return prompt
 
 
 def check_model(asked: object, model: str) -> None:
@@ -87,7 +102,7 @@ def check_model(asked: object, model: str) -> None:
         raise Refused(404, message, "model", "model_not_found")
 
 
-def parse(body: Any, model: str, sessions: Path | None) -> Generation:
+def parse(body: Any, engine: Engine, model: str, sessions: Path | None) -> Generation:
     """Checks the arguments of a request."""
     if not isinstance(body, dict):
         raise wrong("body", body, "a JSON object")
@@ -104,20 +119,23 @@ def parse(body: Any, model: str, sessions: Path | None) -> Generation:
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(x, str) and x for x in stops):
         raise wrong("stop", stops, "at most 4 texts of at least 1 byte")
+    if longer := [len(x) for x in (to_bytes("stop", stop) for stop in stops) if len(x) > LONGEST_STOP]:
+        raise Refused(400, f"stop: got {longer[0]} bytes, expected at most {LONGEST_STOP}", "stop")
     session = body.get("session")
     if session is not None:
         if sessions is None:
             raise wrong("session", session, "none, because the server was started without --sessions")
         if not isinstance(session, str) or not re.fullmatch("[A-Za-z0-9_-]{1,64}", session):
             raise wrong("session", session, "1 to 64 of the characters A-Z, a-z, 0-9, _ and -")
+    file = sessions / f"{session}.safetensors" if sessions and session else None
     return Generation(
-        unread=[*to_bytes("prompt", body.get("prompt"), LONGEST_PROMPT)],
+        unread=to_tokens(engine, body.get("prompt"), special=file is None or not file.exists()),
         max_tokens=number(body, "max_tokens", 16, int, 1, LONGEST_COMPLETION),
         temperature=number(body, "temperature", 1.0, (int, float), 0, 2),
         top_p=number(body, "top_p", 1.0, (int, float), 0, 1),
         seed=number(body, "seed", None, int, -(2**63), 2**63 - 1),
-        stops=[to_bytes("stop", stop, LONGEST_STOP) for stop in stops],
-        session=sessions / f"{session}.pt" if sessions and session else None,
+        stops=stops,
+        session=file,
         inbox=asyncio.Queue(),  # receives texts and exceptions, and None at the end
     )
 
@@ -128,6 +146,7 @@ class Server:
     def __init__(self, engine: Engine, name: str, sessions: Path | None = None) -> None:
         self.engine, self.name, self.sessions = engine, name, sessions
         self.sessions_in_use: set[Path] = set()
+        self.counts = Counter(requests_total=0, prompt_tokens_total=0, generated_tokens_total=0)
         if sessions is not None:
             sessions.mkdir(parents=True, exist_ok=True)
 
@@ -137,6 +156,7 @@ class Server:
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.one_model),
             Route("/health", self.health),
+            Route("/metrics", self.metrics),
         ]
         handlers: dict[Any, Any] = dict.fromkeys((Refused, HTTPException, ClientDisconnect), self.refuse)
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
@@ -181,6 +201,15 @@ class Server:
         engine = self.engine
         return JSONResponse({"slots": engine.slots, "free": len(engine.free), "waiting": len(engine.waiting)})
 
+    async def metrics(self, _: Request) -> Response:
+        """In Prometheus' text format. The tokens of a request count when it ends."""
+        engine, lines = self.engine, []
+        gauges = {"slots": engine.slots, "running": len(engine.running), "waiting": len(engine.waiting)}
+        for kind, values in (("counter", self.counts), ("gauge", gauges)):
+            for name, value in values.items():
+                lines += [f"# TYPE linrope_{name} {kind}", f"linrope_{name} {value}"]
+        return PlainTextResponse("\n".join([*lines, ""]))
+
     async def completions(self, http: Request) -> Response:
         data = bytearray()
         async for chunk in http.stream():
@@ -191,7 +220,7 @@ class Server:
             body = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"body: expected JSON: {error}") from None
-        generation = parse(body, self.name, self.sessions)
+        generation = parse(body, self.engine, self.name, self.sessions)
         answer = Answer(self, generation, bool(body.get("stream")))
         session, engine = generation.session, self.engine
         if session in self.sessions_in_use:
@@ -200,9 +229,10 @@ class Server:
         try:
             await self.load(generation)
             if not generation.unread:
-                raise wrong("prompt", "", "at least 1 byte")
+                raise wrong("prompt", "", "at least 1 token")
             if not engine.submit(generation):
                 raise Refused(429, f"queue: all {engine.slots} slots and {engine.queue} places are taken")
+            self.counts["requests_total"] += 1
         except BaseException:
             answer.close()
             raise
@@ -238,6 +268,9 @@ class Answer(Response):
 
     def close(self) -> None:
         self.generation.cancelled = True
+        if self.generation.submitted:
+            self.server.counts["prompt_tokens_total"] += self.generation.prompt_tokens
+            self.server.counts["generated_tokens_total"] += self.generation.generated
         self.server.sessions_in_use.discard(self.generation.session)
 
     async def send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -263,10 +296,16 @@ class Answer(Response):
             yield f"data: {json.dumps(error.body)}\n\n"
 
     async def pieces(self) -> AsyncIterator[str]:
-        while (piece := await self.generation.inbox.get()) is not None:
-            if isinstance(piece, Exception):
-                raise Refused(500, f"model: the step failed with {piece!r}")
-            yield piece
+        """All text that has come since the last piece."""
+        inbox, come = self.generation.inbox, [""]
+        while come[-1] is not None:
+            come = [await inbox.get()]
+            while not inbox.empty():
+                come.append(inbox.get_nowait())
+            if isinstance(come[-1], Exception):
+                raise Refused(500, f"model: the step failed with {come[-1]!r}")
+            if text := "".join(filter(None, come)):
+                yield text
         if self.generation.session is not None:
             try:
                 await run_in_threadpool(self.server.engine.save, self.generation)
@@ -285,7 +324,11 @@ class Answer(Response):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("checkpoint", nargs="?", help="folder of linrope train; default: a model trained now")
+    parser.add_argument(
+        "checkpoint",
+        nargs="?",
+        help="folder of linrope train or in Hugging Face format; default: trains a model",
+    )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen at; default: this machine alone"
     )
@@ -293,7 +336,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=32, help="how many requests run at once")
     parser.add_argument("--queue", type=int, default=64, help="how many more may wait; others get status 429")
     parser.add_argument("--sessions", type=Path, help="folder for saved sessions; default: no sessions")
-    parser.add_argument("--budget", type=int, help="prompt bytes per step; default: what takes 15 ms")
+    parser.add_argument("--budget", type=int, help="prompt tokens per step; default: what takes 15 ms")
     parser.add_argument("--threads", type=int, default=1, help="threads of the model")
     options = parser.parse_args()
     for name, low in {"slots": 1, "queue": 0, "budget": 32, "threads": 1}.items():
@@ -301,17 +344,30 @@ def main() -> None:
             parser.error(f"--{name}: got {value}, expected at least {low}")
     torch.set_num_threads(options.threads)
     try:
+        model: Any
+        tokenizer = None
         if options.checkpoint is None:
             from streaming import train
 
             model, name = train(150), "demo"
         else:
-            model, name = LanguageModel.load(options.checkpoint), Path(options.checkpoint).resolve().name
-        engine = Engine(model, options.slots, options.queue, options.budget)
+            folder, name = latest_checkpoint(options.checkpoint), Path(options.checkpoint).resolve().name
+            model = load_pretrained(folder) if is_pretrained(folder) else LanguageModel.load(folder)
+            tokenizer = tokenizer_beside(folder, model.config.vocab_size)
+        on_linrope(model, torch.device("cpu"))
+        engine = Engine(model, options.slots, options.queue, options.budget, tokenizer)
+        if options.sessions and engine.serving.empty is None:
+            parser.error(
+                f"--sessions: expected none with {type(model).__name__}, whose states cannot be saved"
+            )
         server = Server(engine, name, options.sessions)
-    except (OSError, ValueError) as error:  # such as a missing checkpoint, or one of another kind of model
+    except (
+        ImportError,
+        OSError,
+        ValueError,
+    ) as error:  # such as a missing checkpoint, or a package that it needs
         parser.error(" ".join(str(error).split()))
-    print(f"{name}: {options.slots} slots, {engine.budget} bytes of prompts per step")
+    print(f"{name}: {engine}")
     uvicorn.run(server.app(), host=options.host, port=options.port, access_log=False)
 
 
