@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import statistics
 import sys
-import threading
 import time
 from dataclasses import dataclass, replace
 from datetime import date
@@ -49,31 +48,35 @@ class AllocatedCache(KeyValueState):
         return replace(self, **{name: self.room[name][:, :end] for name in later.tensors()})
 
 
-class SoftmaxEngine(Engine):
-    """``Engine`` with key/value caches, for prompts of one length that arrive together, one for each slot."""
+class SoftmaxPool:
+    """A model for ``Engine`` with key/value caches in one batch, for prompts of one length that arrive together.
+
+    There is one prompt for each slot, and each is read in one call.
+    """
+
+    empty = None
 
     def __init__(self, model: LanguageModel, slots: int, longest: int) -> None:
-        self.model, self.slots, self.queue, self.budget = model.eval().requires_grad_(False), slots, 0, 0
-        self.longest, self.pool, self.free = longest, [], list(range(slots))
-        self.running, self.waiting, self.changed = [], [], threading.Condition()
+        self.model, self.slots, self.longest, self.pool = model, slots, longest, []
 
-    def join(self, generation: Generation) -> None:
-        generation.slot = self.free.pop()
-        self.running.append(generation)
+    def join(self, slot: int, states: None) -> None:
+        """The prompt of a slot fills its cache."""
 
-    def read(self, generations: list[Generation], budget: int) -> tuple[list[Generation], Tensor]:
-        logits, length = [], len(generations[0].unread)
-        for x in generations:
-            last, states = self.model(torch.tensor([x.unread]))
+    def leave(self, slot: int) -> None:
+        """The benchmark makes a new engine for each run."""
+
+    def read(self, slots: list[int], pieces: list[list[int]], ended: list[int]) -> Tensor:
+        logits = []
+        for slot, piece in zip(slots, pieces, strict=True):
+            last, states = self.model(torch.tensor([piece]), logits_to_keep=1)
             logits.append(last[:, -1])
             if not self.pool:
                 self.pool = [self.allocate(state) for state in states]
             for cache, state in zip(self.pool, states, strict=True):
                 for name, row in state.tensors().items():
-                    target = cache.conv if name == "conv" else cache.room[name][:, :length]
-                    target[x.slot] = row[0]
-            x.unread = []
-        return generations, torch.cat(logits)
+                    target = cache.conv if name == "conv" else cache.room[name][:, : len(piece)]
+                    target[slot] = row[0]
+        return torch.cat(logits)[ended]
 
     def allocate(self, state: KeyValueState) -> AllocatedCache:
         n, length = self.slots, state.k.shape[1]
@@ -83,32 +86,28 @@ class SoftmaxEngine(Engine):
         columns = {name: x[:, :length] for name, x in room.items()}
         return AllocatedCache(**columns, identity=state.identity, conv=conv, room=room)
 
-    def decode(self, generations: list[Generation]) -> Tensor:
-        slots = torch.tensor([x.slot for x in generations])
+    def decode(self, slots: list[int], unread: list[list[int]]) -> Tensor:
         tokens = torch.zeros(self.slots, 1, dtype=torch.int64)
-        tokens[slots] = torch.tensor([x.unread for x in generations])
+        tokens[slots] = torch.tensor(unread)
         logits, self.pool = self.model(tokens, self.pool)
         return logits[slots, 0]
 
-    def bytes_per_client(self) -> int:
-        tensors = [x for cache in self.pool for x in (cache.room["k"], cache.room["v"], cache.conv)]
-        return sum(x.numel() * x.element_size() for x in tensors if x is not None) // self.slots
-
 
 def bytes_per_client(engine: Engine) -> int:
-    if isinstance(engine, SoftmaxEngine):
-        return engine.bytes_per_client()
-    tensors = [x for state in engine.pool for x in state.tensors().values()]
-    return sum(x.numel() * x.element_size() for x in tensors) // engine.slots
+    if isinstance(engine.serving, SoftmaxPool):
+        tensors = [x for cache in engine.serving.pool for x in (cache.room["k"], cache.room["v"], cache.conv)]
+        return sum(x.nbytes for x in tensors if x is not None) // engine.slots
+    return sum(state.nbytes for state in engine.serving.pool) // engine.slots
 
 
 def make(side: str, models: dict[str, LanguageModel], clients: int, longest: int) -> Engine:
-    if side == "softmax":
-        return SoftmaxEngine(models["softmax"], clients, longest)
     model, _, without_prepared = side.partition(",")
-    engine = Engine(models[model], clients, queue=0, budget=512)
+    budget = clients * longest if side == "softmax" else 512
+    engine = Engine(models[model], clients, queue=0, budget=budget)
+    if side == "softmax":
+        engine.serving = SoftmaxPool(models[model], clients, longest)
     if without_prepared:
-        engine.prepared = None
+        engine.serving.prepared = None
     return engine
 
 
