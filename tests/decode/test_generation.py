@@ -1,12 +1,13 @@
 """Checks the tokens that ``generate`` draws from a model, and the errors that it raises."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from linrope.models import LanguageModel, LanguageModelConfig, generate
+from linrope.models import LanguageModel, LanguageModelConfig, generate, load_states, save_states
 
 
 def tiny(**options: Any) -> LanguageModelConfig:
@@ -44,9 +45,35 @@ def test_at_the_smallest_temperatures_the_likeliest_token_is_drawn(model: Langua
 def test_a_long_prompt_is_read_in_pieces(model: LanguageModel) -> None:
     prompt, lengths = torch.randint(256, (1, 2100)), []
     expected = model(prompt)[0][:, -1].argmax(-1)
-    model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    model.register_forward_hook(lambda _, inputs, out: lengths.append((inputs[0].shape[1], out[0].shape[1])))
     assert list(generate(model, prompt, 1, temperature=0)) == [expected]
-    assert lengths == [1024, 1024, 52]
+    assert lengths == [(1024, 1), (1024, 1), (52, 1)]  # with the logits of the last token
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"erase_gate": "independent"}, {"trapezoid": True, "qk_norm": True}, {"attention": "softmax"}],
+    ids=str,
+)
+def test_generation_goes_on_from_its_states_and_leaves_those_given(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """In two calls, through a file, as in one; with prepared steps and without."""
+    torch.manual_seed(0)
+    model, prompt = LanguageModel(tiny(**options)), torch.randint(256, (2, 9))
+    whole = torch.stack([*generate(model, prompt, 12, temperature=0)], 1)
+    first, states = generate(model, prompt, 5, temperature=0, return_states=True)
+    assert states[0].position.tolist() == [9 + 4] * 2
+    save_states(states, tmp_path / "states")
+    loaded = load_states(tmp_path / "states")
+    assert [x.nbytes for x in loaded] == [x.nbytes for x in states]
+    for given in (states, loaded):
+        second, after = generate(model, first[:, -1:], 7, temperature=0, states=given, return_states=True)
+        assert torch.equal(torch.cat((first, second), 1), whole)
+        assert after[0].position.tolist() == [9 + 11] * 2
+        assert given[0].position.tolist() == [9 + 4] * 2
+    again = torch.stack([*generate(model, first[:, -1:], 7, temperature=0, states=states)], 1)
+    assert torch.equal(again, second)
 
 
 def test_top_k_and_top_p_keep_the_right_tokens_and_their_odds() -> None:
@@ -69,6 +96,10 @@ def test_top_k_and_top_p_keep_the_right_tokens_and_their_odds() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {"max_new_tokens": 0, "return_states": True},
+            "max_new_tokens=0: expected at least 1 with return_states=True",
+        ),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": 0}, "top_k=0"),
@@ -81,4 +112,11 @@ def test_top_k_and_top_p_keep_the_right_tokens_and_their_odds() -> None:
 def test_generate_refuses(options: dict[str, object], message: str, model: LanguageModel) -> None:
     arguments = {"prompt": torch.tensor([[1]]), "max_new_tokens": 1} | options
     with pytest.raises(ValueError, match=message):
-        generate(model, **arguments)  # type: ignore[arg-type]
+        generate(model, **arguments)  # type: ignore[call-overload]
+
+
+def test_a_text_is_refused_as_a_prompt(model: LanguageModel) -> None:
+    with pytest.raises(
+        TypeError, match=r"prompt: got str, expected a tensor \(b, n\) of tokens; of a text's bytes: "
+    ):
+        generate(model, "def", 5)  # type: ignore[call-overload]

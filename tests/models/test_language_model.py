@@ -254,6 +254,23 @@ def test_an_absent_or_damaged_model_is_refused(name, content, message, model, tm
         LanguageModel.load(tmp_path)
 
 
+def test_logits_of_some_tokens_are_those_of_all(model: LanguageModel) -> None:
+    tokens = torch.randint(256, (2, 9))
+    whole, states = model(tokens)
+    for kept, rows in (
+        (1, [-1]),
+        (3, [-3, -2, -1]),
+        (20, [*range(9)]),
+        (torch.tensor([2, 5]), [2, 5]),
+        (0, [*range(9)]),
+    ):
+        logits, after = model(tokens, logits_to_keep=kept)
+        torch.testing.assert_close(logits, whole[:, rows])
+        assert torch.equal(after[1].sums.kv, states[1].sums.kv)
+    with pytest.raises(ValueError, match="logits_to_keep=-1: expected at least 0"):
+        model(tokens, logits_to_keep=-1)
+
+
 @pytest.mark.parametrize("dim", [96, 192, 384])
 def test_the_initial_weights_keep_the_size_of_what_passes_through_them(dim: int) -> None:
     """Each branch adds a vector of about the size of its input, whatever the width, and the logits are about 1."""
