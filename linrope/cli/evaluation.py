@@ -111,9 +111,11 @@ def _load(run: Path) -> _Loaded:
     if is_pretrained(checkpoint):
         pretrained = load_pretrained(checkpoint)
         values = pretrained.config
+        with on_linrope(pretrained, torch.device("cpu")):
+            with_cache = WithCache(pretrained)
         return _Loaded(
             run,
-            WithCache(pretrained),
+            with_cache,
             tokenizer_beside(checkpoint, values.vocab_size),
             config=json.loads(values.to_json_string(use_diff=False)),
             attention=_attention(values),

@@ -3,16 +3,19 @@
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 CACHES = ("cache", "past_key_values", "cache_params")  # transformers 5.24 renamed the latter two to the first
 
 
 class WithCache(nn.Module):
-    """Calls a model of transformers as a LanguageModel is called: its cache takes the place of the states.
+    """Calls a model of transformers as a LanguageModel is called.
+
+    The states are its cache and the number of tokens in it, which some hybrid models do not count themselves.
 
     Raises:
-        ValueError: the model's call takes no cache.
+        ValueError: the model's call takes no cache, or a text in pieces gives other logits than as a whole.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -25,9 +28,26 @@ class WithCache(nn.Module):
                 f"model: got {type(model).__name__}, expected a LanguageModel, a LinRopeForCausalLM, or a causal "
                 "language model of transformers whose forward takes a cache"
             )
-        self.name, self.keeps = taken[0], "logits_to_keep" in parameters
+        self.name = taken[0]
+        self.counts, self.keeps = "position_ids" in parameters, "logits_to_keep" in parameters
+        self._check_pieces()
 
     def forward(self, tokens: Tensor, states: Any = None, *, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
-        kept = {"logits_to_keep": logits_to_keep} if self.keeps else {}
-        out = self.model(tokens, **{self.name: states}, use_cache=True, **kept)
-        return out.logits[:, -logits_to_keep:], out[self.name]
+        cache, seen = (None, 0) if states is None else states
+        options: dict[str, Any] = {"logits_to_keep": logits_to_keep} if self.keeps else {}
+        end = seen + tokens.shape[1]
+        if self.counts:
+            options["position_ids"] = torch.arange(seen, end, device=tokens.device)[None]
+        out = self.model(tokens, **{self.name: cache}, use_cache=True, **options)
+        return out.logits[:, -logits_to_keep:], (out[self.name], end)
+
+    @torch.no_grad()
+    def _check_pieces(self) -> None:
+        """Raises ValueError for a model such as MiniMax's, which forgets its cache if it reads more than one token."""
+        tokens = torch.arange(8, device=next(self.parameters()).device)[None]
+        whole, (_, states) = self(tokens)[0], self(tokens[:, :5])
+        if (self(tokens[:, 5:], states)[0] - whole[:, 5:]).abs().max() > 0.2 * whole.abs().max():
+            raise ValueError(
+                f"model: got {type(self.model).__name__}, whose logits of a text in pieces are not those of the whole "
+                "text; expected a model that continues from its cache with any number of tokens"
+            )

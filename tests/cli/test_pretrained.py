@@ -17,6 +17,7 @@ from linrope.models import LanguageModel
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM, LinRopeForMaskedLM
 from linrope.models.training import Corpus, bits_by_position
 from tests.cli.commands import tiny_model, word_tokenizer
+from tests.support import families
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -70,21 +71,23 @@ def test_eval_compares_models_of_both_kinds_on_a_text(linear, run, refused, text
     assert message in refused("eval --checkpoint {tmp}/linear")
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "mamba2"]
-)  # by past_key_values and cache_params before transformers 5.24
+# By past_key_values and cache_params before transformers 5.24; Bamba's cache does not count tokens
+@pytest.mark.parametrize("kind", ["llama", "mamba2", "bamba"])
 def test_a_model_of_transformers_continues_from_its_cache(kind: str) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "n_groups": 1}
-    model = (
-        llama() if kind == "llama" else hf.Mamba2ForCausalLM(hf.Mamba2Config(vocab_size=256, **sizes)).eval()
-    )
-    with_cache, tokens = WithCache(model), torch.randint(256, (1, 30))
+    model = llama() if kind == "llama" else families.model(kind)
+    with_cache, tokens = WithCache(model), torch.randint(90, (1, 30))
     with torch.no_grad():
         first, states = with_cache(tokens[:, :13])
         second, _ = with_cache(tokens[:, 13:], states)
         torch.testing.assert_close(torch.cat((first, second), 1), model(tokens).logits)
         torch.testing.assert_close(with_cache(tokens, logits_to_keep=2)[0], model(tokens).logits[:, -2:])
+
+
+def test_a_model_that_forgets_its_cache_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="model: got MiniMaxForCausalLM, whose logits of a text in pieces are not"
+    ):
+        WithCache(families.model("minimax"))
 
 
 @pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))

@@ -17,7 +17,9 @@ from linrope.models import LanguageModel, LanguageModelConfig
 hf = pytest.importorskip("transformers")
 from transformers import ByT5Tokenizer  # noqa: E402
 
+from linrope.integrations import transformers as linrope_transformers  # noqa: E402
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM  # noqa: E402
+from tests.support import families  # noqa: E402
 
 
 def make(model: Any, slots: int = 1, **options: Any) -> Engine:
@@ -108,11 +110,16 @@ MODELS = {
     "own head": (Pool, lambda: LinRopeForCausalLM(LinRopeConfig(**SIZES, tie_word_embeddings=False))),
     "hybrid": (Separate, lambda: LinRopeForCausalLM(LinRopeConfig(**SIZES, full_attention_interval=2))),
     "llama": (Separate, lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))),
+    "qwen3_5": (Separate, lambda: families.model("qwen3_5", vocab_size=384)),
 }
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_requests_of_a_model_with_a_tokenizer_get_what_it_generates_alone(kind: str) -> None:
+    if kind == "qwen3_5":
+        if kind not in families.CONFIGURATIONS or native.why_not() is not None:
+            pytest.skip("this transformers lacks Qwen3.5, or there is no native library")
+        linrope_transformers.enable(kind)
     torch.manual_seed(0)
     tokenizer, (serving, make_model) = ByT5Tokenizer(), MODELS[kind]
     model, prompts = make_model().eval(), ["Für den Nagel, ein Hufeisen", "x", "Und das Pferd"]
@@ -133,6 +140,7 @@ def test_requests_of_a_model_with_a_tokenizer_get_what_it_generates_alone(kind: 
         ended = int(alone[0, -1]) in engine.ends
         assert text == tokenizer.decode(alone[0, : alone.shape[1] - ended], skip_special_tokens=True)
         assert (x.generated, x.finish_reason) == (alone.shape[1], "stop" if ended else "length")
+    linrope_transformers.disable()
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -26,7 +26,7 @@ def test_a_file_gives_the_states_that_were_saved_and_of_a_pool_the_rows_at_the_s
 @pytest.mark.parametrize(
     ("changed", "message"),
     [({"layers": "0"}, r"\(list index out of range\)"), ({"layers": "x"}, "invalid literal"),
-     ({"version": "2"}, "version .2., expected .1."), ({"format": "linrope.LayerState"}, r"expected .linrope\.States.")],
+     ({"version": "2"}, "version .2., expected .1."), ({"format": "linrope.X"}, r"expected .linrope\.States.")],
 )  # fmt: skip
 def test_another_file_is_refused(changed: dict[str, str], message: str, tmp_path: Path) -> None:
     path = tmp_path / "states"
