@@ -122,7 +122,7 @@ class Engine:
     Raises:
         TypeError, ValueError: the model is of another kind, the tokenizer does not fit it, or a number is too small.
 
-    >>> from linrope.decode.engine import Engine, Generation
+    >>> from linrope.decode import Engine, Generation
     >>> from linrope.models import LanguageModel, LanguageModelConfig
     >>> model = LanguageModel(LanguageModelConfig(embed_dim=32, num_heads=2, num_layers=1))
     >>> engine = Engine(model, slots=2, queue=2, budget=64)
