@@ -93,8 +93,9 @@ class Server:
             last = logits[:, -1]
         else:  # prompts of any lengths and single next tokens, packed one after another
             tokens = torch.tensor([list(chain(*new))])
-            logits, _ = self.model(tokens, rows, cu_seqlens=F.pad(ends, (1, 0)), return_states=False)
-            last = logits[0, ends - 1]
+            options = {"cu_seqlens": F.pad(ends, (1, 0)), "logits_to_keep": ends - 1}
+            logits, _ = self.model(tokens, rows, return_states=False, **options)
+            last = logits[0]
         for sequence, token in zip(sequences, last.argmax(-1).tolist(), strict=True):
             sequence.read = len(sequence.text)
             sequence.text.append(token)

@@ -337,8 +337,10 @@ class Engine:
 
     def save(self, generation: Generation) -> None:
         """Keeps the last states and the last token, which they have not read, for the next request of the session."""
+        if generation.states is None:
+            raise ValueError("generation: got one that has not ended, expected its last states")
         metadata = {"model": self.digest, "unread": json.dumps(generation.unread)}
-        write_states(_session_of(generation), _SESSION, generation.states or [], metadata)
+        write_states(_session_of(generation), _SESSION, generation.states, metadata)
 
 
 def check_tokens(name: str, x: object, vocab_size: int | None = None) -> None:

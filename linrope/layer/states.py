@@ -22,11 +22,14 @@ def save_states(states: Sequence[State], path: str | os.PathLike[str]) -> None:
 
     Of states at slots (``LayerState.at``) it writes the rows at the slots.
 
+    >>> import tempfile
     >>> from linrope.models import LanguageModel, LanguageModelConfig, load_states, save_states
     >>> model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2))
     >>> _, states = model(torch.randint(256, (1, 10)))
-    >>> save_states(states, "states.safetensors")
-    >>> [state.position for state in load_states("states.safetensors")]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_states(states, f"{folder}/states.safetensors")
+    ...     loaded = load_states(f"{folder}/states.safetensors")
+    >>> [state.position for state in loaded]
     [tensor([10]), tensor([10])]
     """
     write_states(path, _FORMAT, states)

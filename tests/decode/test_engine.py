@@ -140,6 +140,7 @@ def test_requests_of_a_model_with_a_tokenizer_get_what_it_generates_alone(kind: 
         ended = int(alone[0, -1]) in engine.ends
         assert text == tokenizer.decode(alone[0, : alone.shape[1] - ended], skip_special_tokens=True)
         assert (x.generated, x.finish_reason) == (alone.shape[1], "stop" if ended else "length")
+    assert serving is Pool or engine.serving.kept == {}  # ended requests take no memory
     linrope_transformers.disable()
 
 
