@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.common.argument_checks import check_sizes
+from linrope.common.files import parse_json
 from linrope.decode.parts import DecodableModel
 from linrope.decode.serving_models import serving_model
 from linrope.decode.text import Decoder, TextStream, encode
@@ -330,8 +331,9 @@ class Engine:
         states, metadata = read_states(session, _SESSION, next(self.model.parameters()).device)
         if metadata.get("model") != self.digest:
             return False
-        unread = json.loads(metadata["unread"])
-        check_tokens(f"unread of {session}", unread, self.vocab_size)
+        name = f"unread of {session}"
+        unread = parse_json(metadata.get("unread", "null"), name)
+        check_tokens(name, unread, self.vocab_size)
         generation.states, generation.unread = states, unread + generation.unread
         return True
 

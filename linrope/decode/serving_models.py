@@ -65,13 +65,13 @@ class Pool:
     """Each sequence has a row in every block's pool of states. The model reads all of them in one call."""
 
     def __init__(self, model: Any, empty: list[LayerState], slots: int) -> None:
-        self.model, self.first = model, empty
+        self.model, self.first, self.device = model, empty, empty[0].position.device
         self.empty: list[LayerState] | None = empty
         self.pool = [state.reorder(self.integers([0] * slots)) for state in empty]
         self.prepared = None if why_not(model, self.pool) else prepare(model, self.pool)
 
     def integers(self, numbers: Sequence[Any]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.first[0].position.device)
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def at(self, slots: list[int]) -> list[LayerState]:
         rows = self.integers(slots)
