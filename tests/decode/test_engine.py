@@ -14,7 +14,7 @@ from linrope.decode.text import Decoder, TextStream, encode
 from linrope.layer.states import write_states
 from linrope.models import LanguageModel, LanguageModelConfig
 
-hf = pytest.importorskip("transformers")
+hf, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 from transformers import ByT5Tokenizer  # noqa: E402
 
 from linrope.integrations import transformers as linrope_transformers  # noqa: E402
@@ -144,19 +144,54 @@ def test_requests_of_a_model_with_a_tokenizer_get_what_it_generates_alone(kind: 
     linrope_transformers.disable()
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_tokens_become_the_text_that_the_tokenizer_makes_of_all_of_them(first: bool) -> None:
-    """In pieces of whole characters, and without the replacement of a character's first bytes."""
-    tokenizer, decoded = ByT5Tokenizer(), []
-    text = "a <é–🐎z " * 9
-    tokens = encode(tokenizer, text, special=True)
-    decode = tokenizer.decode
-    tokenizer.decode = lambda x, **options: (decoded.append(len(x)), decode(x, **options))[1]  # type: ignore[assignment]
-    decoder = Decoder(tokenizer, [] if first else tokens)
-    pieces = [decoder.add([token], last=False) for token in tokens]
-    assert [x.decode() for x in pieces if x] == [*text]
-    assert max(decoded) <= 9  # of 135 tokens
-    assert decoder.add(tokens[:1], last=True) == b"a"
+def byte_level_bpe() -> Any:
+    """As GPT-2's and Qwen's: the first bytes of a character become a replacement character."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([" der Nagel und das Pferd"] * 5, trainer)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def sentence_pieces() -> Any:
+    """As Llama's: bytes for unknown characters, and a text's first space is dropped."""
+    pieces = ["▁der", "▁Nagel", "▁und", "▁das", "▁Pferd", "▁", *(f"<0x{i:02X}>" for i in range(256))]
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(
+        tokenizers.models.Unigram([(x, -1.0) for x in ids], byte_fallback=True, unk_id=5)
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    steps = tokenizers.decoders
+    made.decoder = steps.Sequence(
+        [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
+    )
+    return hf.PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@pytest.mark.parametrize("make_tokenizer", [ByT5Tokenizer, byte_level_bpe, sentence_pieces])
+def test_tokens_become_the_text_that_the_tokenizer_makes_of_all_of_them(make_tokenizer, monkeypatch) -> None:
+    """In pieces of whole characters, at a cost that does not grow; bytes that are no character do not hold it back."""
+    tokenizer, lengths = make_tokenizer(), []
+    decode, prompt, text = tokenizer.decode, "das Pferd", " und das Pferd 🐎é – und der Nagel" * 9
+    tokens = tokenizer.encode(prompt + text, add_special_tokens=False)
+    start = len(tokenizer.encode(prompt, add_special_tokens=False))
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda x, **options: (lengths.append(len(x)), decode(x, **options))[1]
+    )
+    decoder = Decoder(tokenizer, tokens[:start])
+    pieces = [decoder.add([token], last=False).decode() for token in tokens[start:]]
+    assert "".join(pieces) == decode(tokens)[len(prompt) :]
+    assert max(lengths) <= 10
+    horse = tokenizer.encode("🐎", add_special_tokens=False)
+    broken = [
+        decoder.add([horse[-1]], last=False) for _ in range(50)
+    ]  # a character's last byte, again and again
+    assert max(lengths) <= 20
+    assert len(broken) == 50
+    decoder.add([], last=True)
+    assert decoder.add(tokens[start:], last=True).decode().endswith(" und der Nagel")
 
 
 @pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
