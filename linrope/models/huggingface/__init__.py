@@ -8,12 +8,14 @@ import transformers  # noqa: E402
 
 from linrope.models.huggingface.cache import LinRopeCache  # noqa: E402
 from linrope.models.huggingface.configuration import LinRopeConfig  # noqa: E402
-from linrope.models.huggingface.modeling import (  # noqa: E402
-    LinRopeForCausalLM,
+from linrope.models.huggingface.heads import (  # noqa: E402
     LinRopeForMaskedLM,
     LinRopeForQuestionAnswering,
     LinRopeForSequenceClassification,
     LinRopeForTokenClassification,
+)
+from linrope.models.huggingface.modeling import (  # noqa: E402
+    LinRopeForCausalLM,
     LinRopeModel,
     LinRopePreTrainedModel,
 )

@@ -90,8 +90,7 @@ class LinRopeCache(Cache):
         self.length = 0
 
     def __repr__(self) -> str:
-        tensors = [x for y in self.layers if y.state is not None for x in y.state.tensors().values()]
-        size = sum(x.nbytes for x in tensors)
+        size = sum(layer.state.nbytes for layer in self.layers if layer.state is not None)
         return f"LinRopeCache({len(self.layers)} layers, {self.length} tokens, {size:,} bytes)"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
