@@ -35,7 +35,7 @@ TODAY = $(shell date +%F)
 RESULTS := benchmarks/results
 DELTA_RULE = $(BIN)/python benchmarks/delta_rule.py --write $(RESULTS)/delta-rule
 bench-docs: $(VENV)/ready native
-	$(BIN)/linrope bench --threads 1 --max-length 16384 --positions 256,1024,4096,16384
+	$(BIN)/linrope bench --threads 1 --max-length 16384 --decode-at 256,1024,4096,16384
 	for family in $(FAMILIES); do $(BIN)/linrope bench --threads 1 --transformers $$family --lengths 512,2048 || exit 1; done
 	$(BIN)/linrope bench --threads 1 --transformers kimi_linear
 	$(DELTA_RULE)-$(TODAY).json

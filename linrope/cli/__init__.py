@@ -1,4 +1,4 @@
-"""The ``linrope`` command: demo, bench, train, eval, generate, convert, env, check."""
+"""The ``linrope`` command: demo, bench, train, plot, eval, generate, convert, env, check."""
 
 import os
 import sys

@@ -213,6 +213,26 @@ def evaluate(
     return 0
 
 
+@app.command(short_help="Draw the losses of runs.")
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs of linrope train.", metavar="RUN..")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The .png or .svg file. Default: losses.png in the first RUN.", show_default=False),
+    ] = None,
+) -> int:
+    """Draw the training loss, smoothed, and the held-out loss of runs by step, in bits per byte."""
+    file = runs[0] / "losses.png" if out is None else out
+    if file.suffix not in (".png", ".svg"):
+        raise ValueError(f"--out={file}: expected a file that ends in .png or .svg")
+    check_folder(file.parent)
+    from linrope.cli import plotting
+
+    plotting.plot(runs, file)
+    console.print(f"written: {file}")
+    return 0
+
+
 app.command(short_help="Measure against softmax attention and installed peers.")(bench)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from linrope.cli.charts import GREY, LINES, charts, labels, legend_below, save
 from linrope.cli.pretrained import is_pretrained, load_pretrained, on_linrope, tokenizer_beside
 from linrope.cli.training import Lines
 from linrope.common.files import replace_file
@@ -43,13 +44,12 @@ def evaluate(
     def report(done: int, pieces: int) -> None:
         line(f"{done:,} of {pieces:,} pieces")
 
-    for each, label in zip(loaded, labels(runs), strict=True):
+    for each, label in zip(loaded, labels(runs, "--checkpoint"), strict=True):
         source = each.source
         if path is not None:
             source = {"corpus": str(path)} | {name: x for name, x in source.items() if name == "binary"}
-        corpus = Corpus.load_source(
-            source, each.tokenizer, for_training=False
-        )  # it may be too short for that
+        # It may be too short to train on.
+        corpus = Corpus.load_source(source, each.tokenizer, for_training=False)
         trained_on = each.source.get("checksum") == str(corpus.checksum)
         if path is None and not trained_on:
             raise ValueError(
@@ -151,22 +151,6 @@ def _attention(config: Any) -> str:
     return " and ".join(name for kind, name in kinds.items() if kind in config.layer_types)
 
 
-def labels(runs: list[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart.
-
-    Raises:
-        ValueError: two paths are the same.
-    """
-    parts = [run.resolve().parts for run in runs]
-    if len(set(parts)) < len(parts):
-        raise ValueError(f"--checkpoint: got {', '.join(map(str, runs))}, expected each checkpoint once")
-    for count in range(1, max(map(len, parts)) + 1):
-        ends = ["/".join(part[-count:]) for part in parts]
-        if len(set(ends)) == len(ends):
-            break
-    return ends
-
-
 def legends(models: list[dict[str, Any]]) -> list[str]:
     """Each model's label, attention and positions, and the options in which the models differ."""
     configs = [model["config"] for model in models]
@@ -220,34 +204,25 @@ def write(result: dict[str, Any], folder: Path) -> tuple[Path, Path]:
 
 
 def _plot(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     models = result["models"]
-    labels = [textwrap.fill(text, 110, subsequent_indent="   ") for text in legends(models)]
-    lines = sum(1 + text.count("\n") for text in labels) + 1
-    figure, axis = plt.subplots(figsize=(8, 4.3 + 0.2 * lines), layout="constrained")
-    colors = ("#0b6e4f", "#c1440e", "#2a4b8d", "#8a6d1d", "#6b2d73")
-    for index, (model, label) in enumerate(zip(models, labels, strict=True)):
-        bins, color = model["bins"], colors[index % len(colors)]
+    texts = [textwrap.fill(text, 96, subsequent_indent="   ") for text in legends(models)]
+    lines = sum(1 + text.count("\n") for text in texts) + 1
+    figure, axis = charts(11, 6 + 0.3 * lines)
+    for index, (model, text) in enumerate(zip(models, texts, strict=True)):
+        bins, color = model["bins"], LINES[index % len(LINES)]
         middle = [((b["start"] + 1) * b["end"]) ** 0.5 for b in bins]  # positions from 1, for the logarithm
         bits = [b["bits_per_byte"] for b in bins]
-        axis.plot(middle, bits, "o-", color=color, label=label, linewidth=2, markersize=4)
+        axis.plot(middle, bits, "o-", color=color, label=text)
         low, high = ([b["bits_per_byte"] + sign * b["error"] for b in bins] for sign in (-1, 1))
-        axis.fill_between(middle, low, high, color=color, alpha=0.15, linewidth=0)
+        axis.fill_between(middle, low, high, color=color, alpha=0.2, linewidth=0)
     trained = sorted({model["trained_length"] for model in models} - {None})
     name = f"trained length: {', '.join(f'{length:,}' for length in trained)} tokens"
     for length in trained:
-        axis.axvline(length, color="gray", linestyle="--", linewidth=1, label=name)
+        axis.axvline(length, color=GREY, linestyle="--", linewidth=1.5, label=name)
         name = "_"  # a single entry in the legend
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else "")
-    axis.set_xlabel("position, from 1")
-    axis.set_ylabel("bits per byte")
-    axis.grid(True, which="major", alpha=0.3)
-    # Below the axes, the legend hides neither curves nor ticks.
-    figure.legend(loc="outside lower center", fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    axis.set(xlabel="position, from 1", ylabel="bits per byte")
+    axis.grid(which="major")
+    legend_below(figure, 1, size=12)
+    save(figure, path)

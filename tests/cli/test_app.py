@@ -18,7 +18,7 @@ from linrope.layer.options import DECAYS
 from linrope.models.language_model_config import ATTENTION, POSITIONS
 from tests.cli.commands import last_config, metrics, tiny_model, word_tokenizer
 
-COMMANDS = ("train", "generate", "eval", "bench", "convert", "env", "check", "demo")
+COMMANDS = ("train", "generate", "eval", "plot", "bench", "convert", "env", "check", "demo")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

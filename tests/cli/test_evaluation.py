@@ -10,7 +10,7 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from linrope.cli.evaluation import labels, legends, write
+from linrope.cli.evaluation import legends, write
 from linrope.models.training import Corpus, Trainer, TrainingConfig
 from tests.cli.commands import tiny_model
 
@@ -129,10 +129,3 @@ def test_the_legend_of_a_plot_lies_below_curves_that_keep_their_width(tmp_path, 
     assert below.x1 <= figure.bbox.width
     assert [text.get_text() for text in legend.get_texts()][-1] == "trained length: 16, 17 tokens"
     plt.close(figure)
-
-
-def test_curves_of_runs_with_one_name_have_labels_that_differ(tmp_path) -> None:
-    assert labels([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
-    assert labels([tmp_path / "one", tmp_path / "two"]) == ["one", "two"]
-    with pytest.raises(ValueError, match="expected each checkpoint once"):
-        labels([tmp_path / "one", tmp_path / "two" / ".." / "one"])

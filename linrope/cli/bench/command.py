@@ -44,9 +44,15 @@ def bench(
             help="Threads; 0: PyTorch's default. With 1, times are minima of the thread's CPU time."
         ),
     ] = 0,
-    positions: Annotated[
-        str, typer.Option(help="Positions to decode at, separated by commas; empty: none.")
-    ] = "256,1024,16384,1048576",
+    decode_at: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of tokens before a decoding step, separated by commas; empty: no decoding. Default: 256, "
+            "1024, 16384 and the longest length, none above that.",
+            show_default=False,
+        ),
+    ] = None,
+    positions: Annotated[str | None, typer.Option(hidden=True)] = None,  # the former name of decode_at
     softmax_limit: Annotated[
         float,
         typer.Option(
@@ -104,8 +110,12 @@ def bench(
         raise ValueError(f"--budget={budget}: expected a positive number")
     if softmax_limit < 0:
         raise ValueError(f"--softmax-limit={softmax_limit}: expected at least 0")
-    decode_at = _integers("--positions", positions, 2**31 - 2**20)
+    if positions is not None:
+        raise ValueError(f"--positions={positions}: expected --decode-at={positions}")
     chosen = _lengths(max_length, lengths)
+    places = [n for n in (256, 1024, 16384) if n < chosen[-1]] + [chosen[-1]]
+    if decode_at is not None:
+        places = _integers("--decode-at", decode_at, 2**31 - 2**20)
     if distributed:
         from linrope.cli.bench import scaling
 
@@ -136,7 +146,7 @@ def bench(
         raise ValueError(f"--backend={backend}: cannot run here: {reason}")
     fmap: Any = feature_map
     if feature_map == "cosformer":  # which refuses positions from max_length on
-        fmap = {"name": feature_map, "max_length": max([*chosen, *(at + 2**20 for at in decode_at)]) + 1}
+        fmap = {"name": feature_map, "max_length": max([*chosen, *(at + 2**20 for at in places)]) + 1}
     case = Case(
         batch,
         heads,
@@ -153,7 +163,7 @@ def bench(
     if threads:
         torch.set_num_threads(threads)
     effort = Effort(softmax_limit, budget, rounds)
-    measure(case, chosen, decode_at, effort, out, torch.device(case.device).type, console)
+    measure(case, chosen, places, effort, out, torch.device(case.device).type, console)
     return 0
 
 

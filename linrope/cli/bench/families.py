@@ -16,7 +16,7 @@ from linrope.cli.bench import plots
 from linrope.cli.bench.benchmark import machine, peak_memory
 from linrope.cli.bench.report import noise_warning, plain_table, times
 from linrope.cli.bench.timing import measured
-from linrope.cli.training import progress_bar
+from linrope.cli.training import Lines, progress_bar
 from linrope.common.argument_checks import check_name
 from linrope.common.files import replace_file, unused
 from linrope.integrations import transformers as linrope_transformers
@@ -290,11 +290,13 @@ def compare(
     lengths = lengths or LENGTHS
     cases = [(kind, 1, n) for kind in KINDS for n in lengths if n <= longest.get(kind, n)]
     cases.append(("decoding", 8, lengths[0]))
-    rows = []
+    rows, say = [], Lines(console)
     with progress_bar("{task.description}", console) as progress:
         task = progress.add_task(family, total=len(cases))
         for kind, batch, n in cases:
-            progress.update(task, description=f"{family}: {kind}, {n:,} tokens")
+            description = f"{family}: {kind}, {n:,} tokens"
+            progress.update(task, description=description)
+            say(f"measuring {description}")
             rows.append(measure(benchmark, kind, batch, n, rounds, budget))
             progress.advance(task)
     today = datetime.date.today().isoformat()
@@ -313,7 +315,7 @@ def compare(
         name += f"-{threads}-threads"
     path = unused(out, f"{name}-{today}")
     replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
-    replace_file(path.with_suffix(".png"), lambda temporary: plots.plot_family(result, temporary))
+    plots.plot_family(result, path.with_suffix(".png"))
     console.print(f"written: {path}, {path.with_suffix('.png')}")
     return path
 

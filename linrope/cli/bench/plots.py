@@ -1,25 +1,18 @@
-"""Plots a benchmark: tokens per second by length, and the time of a decoding step by position."""
+"""Plots a benchmark: tokens per second by length, and the time of a layer's decoding step by position."""
 
 from pathlib import Path
 from typing import Any
 
-from linrope.cli.bench.report import times
+from matplotlib.ticker import FuncFormatter, LogLocator
 
-LINROPE, SOFTMAX = "#0b6e4f", "#c1440e"
-PEERS = ("#2a4b8d", "#8a6d1d", "#6b2d73", "#555555")
+from linrope.cli.bench.report import times
+from linrope.cli.charts import LINES, LINROPE, SOFTMAX, charts, legend_below, save
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Plots all sides in both modes, and decoding in a third panel if it was measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     decode = result["decode"]
-    figure, axes = plt.subplots(
-        1, 3 if decode else 2, figsize=(14.5 if decode else 10, 4.6), layout="constrained"
-    )
+    figure, axes = charts(21 if decode else 14, 6.8, 3 if decode else 2)
     axes[1].sharey(axes[0])
     for axis, mode, title in zip(axes, ("forward", "training"), ("forward", "forward + backward")):
         _throughput(axis, result["attention"], mode, result["case"]["batch"])
@@ -28,53 +21,42 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes[1].tick_params(labelleft=False)
     if decode:
         _steps(axes[2], decode)
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=9, frameon=False)
-    figure.suptitle(_caption(result), fontsize=10)
-    figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
+    legend_below(figure, 3, axes[0].get_legend_handles_labels()[0])
+    figure.suptitle(_caption(result), fontsize=14)
+    save(figure, path)
 
 
 def plot_family(result: dict[str, Any], path: Path) -> None:
     """Plots the time per token of one of transformers' models with and without linrope."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = [row for row in result["rows"] if row["batch"] == 1]
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    figure, axes = plt.subplots(1, len(kinds), figsize=(4.2 * len(kinds), 3.8), layout="constrained")
+    figure, axes = charts(6 * len(kinds), 5.6, len(kinds))
     for axis, kind in zip(axes, kinds, strict=True):
         cases = [row for row in rows if row["kind"] == kind]
         lengths = [row["length"] for row in cases]
         for side, color in (("linrope", LINROPE), ("transformers", SOFTMAX)):
             per_call = [1 if kind == "decoding" else row["length"] for row in cases]
             spent = [row["seconds"][side] * 1e3 / n for row, n in zip(cases, per_call, strict=True)]
-            axis.plot(lengths, spent, "o-", label=side, color=color, linewidth=2, markersize=5)
+            axis.plot(lengths, spent, "o-", label=side, color=color)
         for row, y in zip(cases, axis.lines[-1].get_ydata(), strict=True):
             ratio = times(row["seconds"]["transformers"] / row["seconds"]["linrope"])
-            axis.annotate(
-                ratio, (row["length"], y), (0, 6), textcoords="offset points", ha="center", fontsize=8
-            )
+            axis.annotate(ratio, (row["length"], y), (0, 8), textcoords="offset points", ha="center")
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [_short(n) for n in lengths])
         axis.margins(x=0.12)
         axis.set_ylim(0, 1.15 * max(axis.lines[-1].get_ydata()))
-        axis.grid(True, alpha=0.3)
+        axis.grid()
         axis.set_title(kind)
         axis.set_xlabel("tokens" if kind != "decoding" else "tokens before the step")
     axes[0].set_ylabel("milliseconds per token")
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    legend_below(figure, 2, axes[0].get_legend_handles_labels()[0])
     machine = result["machine"]
     figure.suptitle(
         f"{result['family']} of transformers, {result['parameters'] / 1e6:.0f} M parameters, {result['dtype']}, "
         f"{machine['cpu']}, {machine['threads']} thread{'s' if machine['threads'] > 1 else ''}, {machine['clock']}",
-        fontsize=9,
+        fontsize=14,
     )
-    figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
+    save(figure, path)
 
 
 def _caption(result: dict[str, Any]) -> str:
@@ -108,7 +90,7 @@ def _throughput(axis: Any, rows: list[dict[str, Any]], mode: str, batch: int) ->
         ),
     ]
     names = dict.fromkeys(name for row in rows for name in row[mode]["peer_seconds"])
-    for name, color in zip(names, PEERS):
+    for name, color in zip(names, LINES[2:]):
         seconds = [row[mode]["peer_seconds"].get(name) for row in rows]
         rates = [batch * row["n"] / x if x else None for row, x in zip(rows, seconds, strict=True)]
         lines.append((f"{name}, no rotation", color, rates))
@@ -116,7 +98,7 @@ def _throughput(axis: Any, rows: list[dict[str, Any]], mode: str, batch: int) ->
     for name, color, rates in lines:
         points = [(n, rate) for n, rate in zip(lengths, rates, strict=True) if rate]
         if points:
-            axis.loglog(*zip(*points, strict=True), "o-", label=name, color=color, linewidth=2, markersize=5)
+            axis.loglog(*zip(*points, strict=True), "o-", label=name, color=color)
     best = [row for row in rows if row[mode]["ratio"]]
     if best:
         last = best[-1]
@@ -127,13 +109,12 @@ def _throughput(axis: Any, rows: list[dict[str, Any]], mode: str, batch: int) ->
 
 def _steps(axis: Any, rows: list[dict[str, Any]]) -> None:
     positions = [row["position"] for row in rows]
-    for name, color, key in (("", LINROPE, "linrope_donated_seconds"), ("", SOFTMAX, "softmax_seconds")):
-        axis.loglog(positions, [row[key] * 1e6 for row in rows], "o-", label=name, color=color, linewidth=2)
+    for key, color in (("linrope_layer_seconds", LINROPE), ("softmax_layer_seconds", SOFTMAX)):
+        axis.loglog(positions, [row[key] * 1e6 for row in rows], "o-", color=color)
     last = rows[-1]
-    ratio = last["softmax_seconds"] / last["linrope_donated_seconds"]
-    _mark(axis, ratio, last["position"], last["softmax_seconds"] * 1e6, 2)
+    _mark(axis, last["layer_ratio"], last["position"], last["softmax_layer_seconds"] * 1e6, 2)
     _dress(axis, positions)
-    axis.set_title("decoding, one token, state in place")
+    axis.set_title("decoding, one token of a layer")
     axis.set_xlabel("tokens before it (state, or key/value cache)")
     axis.set_ylabel("microseconds")
 
@@ -145,21 +126,19 @@ def _mark(axis: Any, ratio: float, x: float, y: float, up: int) -> None:
 
 
 def _dress(axis: Any, ticks: list[int]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
     shown = ticks[:1]
     for n in ticks:
         if n > 1.4 * shown[-1]:  # closer labels would overlap
             shown.append(n)
     shown = shown[:: -(-len(shown) // 12)]
-    axis.set_xticks(shown, [_short(n) for n in shown], fontsize=8)
+    axis.set_xticks(shown, [_short(n) for n in shown])
     axis.minorticks_off()
     low, high = axis.get_ylim()
     if high < 100 * low:  # one label per decade would be too few
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _decimal(y)))
     axis.margins(x=0.05, y=0.1)
-    axis.grid(True, which="major", alpha=0.3)
+    axis.grid(which="major")
 
 
 def _short(n: int) -> str:

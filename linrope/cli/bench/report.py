@@ -111,8 +111,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         )
         way = "a step of linrope.decode" if last.get("prepared") else "a call with state.donate()"
         console.print(
-            f"in place (as in the plot): {way} overwrites the state before it; new state: each step makes one. "
-            "softmax: with a key/value cache. layer: with the projections around it, in place."
+            f"in place: {way} overwrites the state before it; new state: each step makes one. softmax: with a "
+            "key/value cache. layer (as in the plot): with the projections around it, in place."
         )
     for line in noise_warning(_noise(result)):
         console.print(line)

@@ -10,7 +10,7 @@ from rich.console import Console
 from linrope.cli.bench import benchmark, plots, report
 from linrope.cli.bench.benchmark import Effort
 from linrope.cli.bench.cases import Case, shape_of
-from linrope.cli.training import progress_bar
+from linrope.cli.training import Lines, progress_bar
 from linrope.common.files import replace_file, unused
 
 
@@ -26,22 +26,28 @@ def measure(
     """Runs the benchmark, prints the results, and writes name-date.json and .png into out."""
     rows: list[dict[str, Any]] = []
     peers: dict[str, str] = {}
+    say = Lines(console)
     with progress_bar("{task.description}", console) as progress:
         task = progress.add_task("benchmark", total=len(lengths) + 1)
+
+        def stage(description: str) -> None:
+            progress.update(task, description=description)
+            say(f"measuring {description}")
+
         for n in lengths:
-            progress.update(task, description=f"N = {n:,}")
+            stage(f"N = {n:,}")
             row, reasons = benchmark.attention_row(case, n, rows[-1] if rows else None, effort)
             rows.append(row)
             peers |= reasons
             progress.advance(task)
         scaling = costs = None
         if lengths[-1] > 4096:
-            progress.update(task, description="growth")
+            stage("growth")
             scaling = benchmark.growth(case, 4096, lengths[-1], effort)
         if case == Case():
-            progress.update(task, description="extra costs")
+            stage("extra costs")
             costs = benchmark.extra_costs(min(4096, max(128, lengths[-1])), effort)
-        progress.update(task, description="decoding")
+        stage("decoding")
         decode = benchmark.decode_rows(case, positions, effort) if positions else []
         progress.advance(task)
     today = datetime.date.today().isoformat()
@@ -60,5 +66,5 @@ def measure(
     path = unused(out, f"{name}-{today}")
     replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
     picture = path.with_suffix(".png")
-    replace_file(picture, lambda temporary: plots.plot(result, temporary))
+    plots.plot(result, picture)
     console.print(f"written: {path}, {picture}")

@@ -1,6 +1,7 @@
 """linrope bench: options, checks, files; the times themselves are nobody's test."""
 
 import json
+import re
 import statistics
 import sys
 import types
@@ -38,7 +39,7 @@ needs_softmax_in_bfloat16 = pytest.mark.skipif(
 
 @needs_softmax_in_bfloat16
 def test_bench_writes_what_it_prints_and_overwrites_nothing(run, refused, tmp_path) -> None:
-    assert "softmax tok/s" in run(f"bench {FAST} --max-length 256 --positions 64,128")
+    assert "softmax tok/s" in run(f"bench {FAST} --max-length 256 --decode-at 64,128")
     (first,) = tmp_path.glob("*.json")
     result, before = json.loads(first.read_text()), first.read_bytes()
     assert [row["n"] for row in result["attention"]] == [32, 64, 128, 256]
@@ -48,7 +49,7 @@ def test_bench_writes_what_it_prints_and_overwrites_nothing(run, refused, tmp_pa
     assert first.with_suffix(".png").stat().st_size > 10_000
 
     options = "--lengths 40,100 --dim 16 --heads 4 --kv-heads 2 --batch 2 --dtype bfloat16 --backend eager"
-    run(f"bench {FAST} {options} --feature-map relu --decay spread --gates --positions ''")
+    run(f"bench {FAST} {options} --feature-map relu --decay spread --gates --decode-at ''")
     (second,) = set(tmp_path.glob("*.json")) - {first}
     assert first.read_bytes() == before
     assert second.name == f"{first.stem}-2.json"
@@ -65,19 +66,49 @@ def test_bench_writes_what_it_prints_and_overwrites_nothing(run, refused, tmp_pa
     assert "no length and no position in common" in refused(f"bench --compare {first} {second}")
 
 
-def test_table_and_plot_of_decoding_show_the_same_ratio(run, tmp_path, monkeypatch) -> None:
+def test_table_and_plot_of_decoding_show_the_ratio_of_the_layer(run, tmp_path, monkeypatch) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(plt, "close", figures.append)
-    printed = run(f"bench {FAST} --lengths 64 --positions 64,128 --feature-map relu")
+    printed = run(f"bench {FAST} --lengths 64,128 --feature-map relu")  # decodes after the longest length
     lines = [line.split() for line in printed.splitlines()]
     (row,) = (line for line in lines if line[:1] == ["128"] and len(line) == 10)
-    assert next(line for line in lines if line[:1] == ["after"])[:4] == ["after", "softmax", "place", "ratio"]
+    assert next(line for line in lines if line[:1] == ["after"])[-4:] == ["layer", "layer", "ratio", "±"]
     (figure,) = figures
-    assert f"linrope: {row[3]}" in [text.get_text() for text in figure.axes[2].texts]
-    assert "in place (as in the plot)" in printed
+    assert f"linrope: {row[8]}" in [text.get_text() for text in figure.axes[2].texts]
+    assert "layer (as in the plot)" in printed
     assert "after 128 tokens a key/value cache takes 0.5 MB, linrope's state 0.1 MB\n" in printed
     monkeypatch.undo()
     plt.close(figure)
+
+
+@pytest.mark.parametrize(
+    ("options", "positions"),
+    [
+        ("--max-length 256", [256]),
+        ("--max-length 4096", [256, 1024, 4096]),
+        ("", [256, 1024, 16384, 65536]),
+        ("--lengths 40,100", [100]),
+        ("--max-length 256 --decode-at 7,1048576", [7, 1048576]),
+    ],
+)
+def test_without_decode_at_no_step_comes_after_the_longest_length(
+    options: str, positions: list[int], run, monkeypatch
+) -> None:
+    chosen: list[list[int]] = []
+    monkeypatch.setattr("linrope.cli.bench.run.measure", lambda case, lengths, at, *_: chosen.append(at))
+    run(f"bench {options}")
+    assert chosen == [positions]
+
+
+def test_a_pipe_gets_a_line_per_stage(run, monkeypatch) -> None:
+    monkeypatch.setattr("linrope.cli.training._SECONDS", 0.0)
+    printed = run(f"bench {FAST} --lengths 32,64")
+    assert re.findall(r"^measuring (.+)$", printed, re.MULTILINE) == [
+        "N = 32",
+        "N = 64",
+        "extra costs",
+        "decoding",
+    ]
 
 
 def test_comparing_says_what_differs(run, refused, tmp_path) -> None:
@@ -97,8 +128,9 @@ WRONG = {
     "--max-length 1000": "--max-length=1000",
     "--lengths 0,5": "--lengths='0,5'",
     "--lengths ' '": "--lengths=' '",
-    "--positions 1k": "--positions='1k'",
-    "--positions 2147483000": "--positions=",
+    "--decode-at 1k": "--decode-at='1k'",
+    "--decode-at 2147483000": "--decode-at=",
+    "--positions 64": "--positions=64: expected --decode-at=64",
     "--dtype float64": "--dtype='float64'",
     "--heads 0": "--heads=0",
     "--kv-heads 3": "--kv-heads=3: expected a divisor of --heads=8",
