@@ -4,13 +4,14 @@ from typing import Any
 
 import matplotlib.ticker
 
-from docs.drawing import GREY, LINROPE, SOFTMAX, charts, label, save
+from docs.drawing import save
+from linrope.cli.charts import LINROPE, SOFTMAX, charts
 
 
 def panel(axes: Any, title: str, across: str, points: dict[str, list[tuple[int, float]]]) -> None:
     """Both sides, microseconds by tokens; the last pair of points is labelled with its ratio."""
     for name, color in (("linrope", LINROPE), ("softmax", SOFTMAX)):
-        axes.loglog(*zip(*points[name], strict=True), "o-", color=color, linewidth=3, markersize=6)
+        axes.loglog(*zip(*points[name], strict=True), "o-", color=color)
     last, slow = points["softmax"][-1]
     ratio = float(f"{slow / dict(points['linrope'])[last]:.2g}")
     axes.annotate(
@@ -22,8 +23,7 @@ def panel(axes: Any, title: str, across: str, points: dict[str, list[tuple[int, 
     axes.minorticks_off()
     axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 3)))
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
-    axes.set_title(title, color=GREY, fontsize=16)
-    label(axes, across)
+    axes.set(title=title, xlabel=across)
 
 
 def main(result: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ def main(result: dict[str, Any]) -> None:
     }
     panel(left, "training, per token", "tokens", training)
     panel(right, "decoding, per token", "tokens before it", steps)
-    left.set_ylabel("microseconds", color=GREY)
+    left.set_ylabel("microseconds")
     for name, color, up in (("softmax attention", SOFTMAX, 0.88), ("linrope", LINROPE, 0.78)):
         right.text(0.04, up, name, color=color, weight="bold", transform=right.transAxes)
     save(figure, "cost")

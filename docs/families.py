@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from docs.drawing import GREY, LINROPE, charts, save
+from docs.drawing import save
+from linrope.cli.charts import GREY, LINROPE, charts
 
 MODELS = {
     "mamba2": "Mamba-2",
@@ -24,16 +25,17 @@ def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(results: dict[str, list[dict[str, Any]]]) -> None:
     """results: the rows by family."""
-    figure, axes = charts(9.6, 3.4, len(PANELS), sharey=True)
+    figure, axes = charts(9.6, 3.7, len(PANELS), sharex=True, sharey=True)
     for panel, (title, case) in zip(axes, PANELS.items(), strict=True):
         seconds = [longest(results[family])[case]["seconds"] for family in MODELS]
         found = [x["transformers"] / x["linrope"] for x in seconds]
         bars = panel.barh(list(MODELS.values()), found, color=LINROPE)
-        panel.bar_label(bars, [f"{x:.1f}x" for x in found], padding=4, color=GREY)
-        panel.axvline(1, color=GREY, linestyle=":")
-        panel.set(xlim=(0, 1.35 * max(found)), xticks=[])
-        panel.set_title(title, color=GREY, fontsize=16)
-        panel.tick_params(colors=GREY, length=0)
+        panel.bar_label(bars, [f"{x:.1f}x" for x in found], padding=4)
+        panel.axvline(1, color=GREY, linestyle=":", linewidth=2)
+        panel.set_title(title)
+        panel.set_xticks([1], ["transformers = 1"], ha="left")
+        panel.tick_params(length=0)
         panel.spines[:].set_visible(False)
+    axes[0].set_xlim(0, 1.3 * axes[0].get_xlim()[1])  # of all panels, with room for the numbers
     axes[0].invert_yaxis()
     save(figure, "families")

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from docs.drawing import LINROPE, SOFTMAX, charts, label, save
+from docs.drawing import save
 from linrope import Rotary, feature_maps
+from linrope.cli.charts import LINROPE, SOFTMAX, charts
 
 HEAD_DIM, DISTANCE, SHIFTS = 64, 3, 129
 
@@ -38,14 +39,14 @@ def main() -> None:
     assert after.std() < 1e-10 < 1 < before.std()  # what the picture says
     figure, axes = charts(9.2, 4.8)
     for values, color in ((before, SOFTMAX), (after, LINROPE)):
-        axes.plot(values, color=color, linewidth=3)
+        axes.plot(values, color=color)
     bold = {"ha": "center", "weight": "bold"}
     axes.text(
         64, 1.03 * before.max(), "rotated before the map: absolute positions count", color=SOFTMAX, **bold
     )
     axes.text(64, 0.8 * after[0], "rotated after the map: only the distance counts", color=LINROPE, **bold)
     axes.set(xlim=(0, SHIFTS - 1), ylim=(0, 1.18 * before.max()), xticks=range(0, SHIFTS, 32))
-    label(axes, "shift of query and key, in positions", f"score, {DISTANCE} positions apart")
+    axes.set(xlabel="shift of query and key, in positions", ylabel=f"score, {DISTANCE} positions apart")
     save(figure, "rotation_order")
 
 

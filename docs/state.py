@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from docs.drawing import GREY, LINROPE, SOFTMAX, charts, label, save
+from docs.drawing import save
 from linrope import LinearRoPEAttention
+from linrope.cli.charts import GREY, LINROPE, SOFTMAX, charts
 from linrope.position_encodings import SoftmaxAttention
 
 LAYERS, WIDTH, HEADS = 4, 512, 8
@@ -38,8 +39,8 @@ def in_words(size: float) -> str:
 
 def draw(state: int, token: int) -> Any:
     figure, axes = charts(9.6, 5.4)
-    axes.loglog([1, LONGEST], [token, LONGEST * token], color=SOFTMAX, linewidth=3)
-    axes.loglog([1, LONGEST], [state, state], color=LINROPE, linewidth=3)
+    axes.loglog([1, LONGEST], [token, LONGEST * token], color=SOFTMAX)
+    axes.loglog([1, LONGEST], [state, state], color=LINROPE)
     equal = state / token
     axes.plot(equal, state, "o", color=GREY, markersize=11)
     axes.annotate(f"equal at {equal:.0f} tokens", (equal, state), (12, -26), textcoords="offset points")
@@ -51,7 +52,7 @@ def draw(state: int, token: int) -> Any:
     axes.set_xticks([10**i for i in range(7)], ["1", "10", "100", "1k", "10k", "100k", "1M"])
     axes.set_yticks([10**i for i in range(4, 11, 2)], [in_words(10**i) for i in range(4, 11, 2)])
     axes.minorticks_off()
-    label(axes, "tokens of context", "kept per sequence")
+    axes.set(xlabel="tokens of context", ylabel="kept per sequence")
     return figure
 
 
