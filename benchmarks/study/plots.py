@@ -1,34 +1,43 @@
 """The charts of docs/evidence.md, from the results alone: few models in each, of one colour in all of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from matplotlib.lines import Line2D
+
 from benchmarks.study import steps
 from benchmarks.study.report import DEFAULT, Rows, counted
+from linrope.cli.charts import BLUE, GREY, LINROPE, PINK, PURPLE, SOFTMAX, YELLOW, charts, legend_below, save
 
-# What the charts call the models, and their colours: linear attention in the default block is blue, softmax attention
-# red, the delta rule green, other people's models grey.
+# What the charts call the models, and their colours. Bars and points have the colours of KINDS alone.
 MODELS: dict[str, tuple[str, str]] = {
-    DEFAULT: ("default block", "#1f5fbf"),
-    "block-all-rotated": ("default block, all rotated", "#7fb2ee"),
-    "block-unrotated": ("default block, none rotated", "#9aa9c9"),
-    "block-mixers": ("default block, no feed-forward", "#123a75"),
-    "block-feature": ("with a gate per feature", "#2aa5b5"),
-    "block-selective-add": ("with selective rotation", "#8a5cc2"),
-    "block-erase-elu": ("with erase", "#2e8b57"),
-    "block-erase-2-elu": ("with erase up to 2", "#2e8b57"),
-    "block-hybrid": ("last layer softmax", "#c77f1e"),
-    "block-softmax": ("softmax in the block", "#c23b3b"),
-    "block-softmax-all-rotated": ("softmax in the block, all rotated", "#e58a8a"),
-    "softmax-rope": ("softmax alone, RoPE", "#8c1d1d"),
-    "eq19": ("equation 19 alone", "#5b9e2d"),
-    "mamba-2": ("Mamba-2", "#333333"),
-    "gated-deltanet": ("Gated DeltaNet", "#777777"),
-    "kimi-linear": ("Kimi Linear's KDA", "#777777"),
-    "minimax": ("MiniMax", "#777777"),
+    DEFAULT: ("default block", LINROPE),
+    "block-all-rotated": ("default block, all rotated", LINROPE),
+    "block-unrotated": ("default block, none rotated", LINROPE),
+    "block-mixers": ("default block, no feed-forward", LINROPE),
+    "block-feature": ("with a gate per feature", LINROPE),
+    "block-selective-add": ("with selective rotation", PURPLE),
+    "block-erase-elu": ("with erase", LINROPE),
+    "block-erase-2-elu": ("with erase up to 2", BLUE),
+    "block-hybrid": ("last layer softmax", YELLOW),
+    "block-softmax": ("softmax in the block", SOFTMAX),
+    "block-softmax-all-rotated": ("softmax in the block, all rotated", SOFTMAX),
+    "softmax-rope": ("softmax alone, RoPE", SOFTMAX),
+    "eq19": ("equation 19 alone", LINROPE),
+    "mamba-2": ("Mamba-2", GREY),
+    "gated-deltanet": ("Gated DeltaNet", GREY),
+    "kimi-linear": ("Kimi Linear's KDA", GREY),
+    "minimax": ("MiniMax", GREY),
+}
+KINDS = {
+    LINROPE: "linear attention in the default block",
+    SOFTMAX: "softmax attention in the block",
+    YELLOW: "both",
+    GREY: "models of transformers",
 }
 PRICE = [
     DEFAULT,
@@ -60,34 +69,35 @@ def plots(folder: Path, out: Path) -> list[Path]:
     Raises:
         ValueError: as in report.counted.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     found, times = counted(folder), steps.read(folder)
-    out.mkdir(parents=True, exist_ok=True)
     drawn = []
     if "language" in found and times:
-        drawn.append(_draw(out / "price.png", 2, partial(_price, found, times), (9, 4)))
+        drawn.append(_draw(out / "price.svg", 2, partial(_price, found, times), (11.5, 6)))
     if "language" in found:
-        drawn.append(_draw(out / "positions.png", 1, partial(_positions, found["language"]), (8, 4)))
+        drawn.append(_draw(out / "positions.svg", 1, partial(_positions, found["language"]), (11, 5.2)))
     sums: dict[str, Rows] = {task: found[task] for task in ("parity", "modulo-3") if task in found}
     if sums:
-        drawn.append(_draw(out / "sums.png", len(sums), partial(_sums, sums), (4.5 * len(sums), 3.8)))
+        drawn.append(_draw(out / "sums.svg", len(sums), partial(_sums, sums), (1 + 5 * len(sums), 5.2)))
     panels = [panel for panel in _LOOK_UP_PANELS if panel[0] in found]
     if panels:
         draw = partial(_look_up, found, panels)
-        drawn.append(_draw(out / "look-up.png", len(panels), draw, (2 + 2 * len(panels), 2.9)))
+        drawn.append(_draw(out / "look-up.svg", len(panels), draw, (6 + 1.7 * len(panels), 5.6)))
     return drawn
 
 
 def _draw(path: Path, panels: int, draw: Callable[[Any], None], size: tuple[float, float]) -> Path:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, panels, figsize=size, sharey=True, layout="constrained", squeeze=False)
+    figure, axes = charts(*size, panels, sharey=True, squeeze=False)
     draw(axes[0])
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    pyplot.close(figure)
+    save(figure, path)
     return path
+
+
+def _kinds(panels: Any, more: Sequence[Any] = ()) -> None:
+    """A legend of the colours of KINDS below the panels, and of these handles."""
+    points = [
+        Line2D([], [], linestyle="", marker="o", color=color, label=kind) for color, kind in KINDS.items()
+    ]
+    legend_below(panels[0].figure, 2, [*points, *more])
 
 
 def _results(rows: Rows, model: str) -> list[dict[str, Any]]:
@@ -118,10 +128,11 @@ def _price(found: dict[str, Rows], times: dict[str, Any], panels: Any) -> None:
     rows.sort(key=lambda row: -mean(x["bits"] for x in row[2]))
     for at, (_, color, results, sides) in enumerate(rows):
         bits, low, high = _spread([x["bits"] for x in results])
-        panels[0].errorbar(bits, at, xerr=([low], [high]), fmt="o", color=color, capsize=3)
-        panels[1].plot(list(sides.values()), [at] * len(sides), ":", color=color, linewidth=1)
+        panels[0].errorbar(bits, at, xerr=([low], [high]), fmt="o", color=color, capsize=4, markersize=9)
+        panels[1].plot(list(sides.values()), [at] * len(sides), ":", color=color, linewidth=2)
         for side, x in sides.items():
-            panels[1].plot(x, at, "o", color=color, markerfacecolor=color if side == "fastest" else "white")
+            full = color if side == "fastest" else "none"
+            panels[1].plot(x, at, "o", color=color, markersize=9, markerfacecolor=full, markeredgewidth=2)
     panels[0].set_yticks(range(len(rows)), [row[0] for row in rows])
     panels[0].set(xlabel="bits per byte (less is better)")
     panels[1].set(xscale="log", xlabel="CPU time, default block = 1\nhollow: in plain PyTorch")
@@ -129,11 +140,13 @@ def _price(found: dict[str, Rows], times: dict[str, Any], panels: Any) -> None:
     panels[1].set_xticks(ticks, [f"{x:g}" for x in ticks])
     panels[1].minorticks_off()
     for axes in panels:
-        axes.grid(alpha=0.3)
+        axes.grid()
+    _kinds(panels)
 
 
 def _positions(rows: Rows, axes: Any) -> None:
     """Bits per byte by position beyond those on the same bytes with no more than the trained length."""
+    curves: dict[str, list[float]] = {}
     for model in POSITIONS:
         found = _results(rows, model)
         if not found:
@@ -144,17 +157,21 @@ def _positions(rows: Rows, axes: Any) -> None:
         )
         gaps = [x - y for x, y in zip(whole, alone)]
         # Over whole windows of the trained length, at whose beginnings the shorter context is shortest.
-        parts = [mean(gaps[i : i + 8]) for i in range(0, len(gaps), 8)]
+        curves[model] = parts = [mean(gaps[i : i + 8]) for i in range(0, len(gaps), 8)]
+        # Dotted: without the block. Mamba-2 lies on the default block.
+        style = {"eq19": ":", "softmax-rope": ":", "mamba-2": "--"}.get(model, "-")
+        order = 3 if model == "mamba-2" else 2
+        middles, color = [i + 0.5 for i in range(len(parts))], MODELS[model][1]
+        axes[0].plot(middles, parts, style, marker="o", color=color, zorder=order)
+    at = math.inf
+    for model, parts in sorted(curves.items(), key=lambda curve: -curve[1][-1]):
         name, color = MODELS[model]
-        # Mamba-2 lies on the default block.
-        style, order = ("--", 3) if model == "mamba-2" else ("-", 2)
-        at = [i + 0.5 for i in range(len(parts))]
-        axes[0].plot(at, parts, style, label=name, color=color, marker=".", zorder=order)
-    axes[0].axhline(0, color="gray", linewidth=0.8)
+        at = min(at - 0.11, parts[-1])  # the labels of near curves one below the other
+        axes[0].text(7.8, at, name, color=color, weight="bold", va="center")
+    axes[0].axhline(0, color=GREY, linewidth=1)
+    axes[0].set(xlim=(0.3, 7.7), ylim=min(at, 0.0) - 0.1)
     axes[0].set(xlabel="position / trained length", ylabel="change in bits per byte\nfrom the longer context")
-    axes[0].grid(alpha=0.3)
-    if axes[0].get_lines()[:-1]:
-        axes[0].legend()
+    axes[0].grid()
 
 
 def _sums(sums: dict[str, Rows], panels: Any) -> None:
@@ -167,14 +184,14 @@ def _sums(sums: dict[str, Rows], panels: Any) -> None:
             lengths = list(found[0])
             values, low, high = zip(*(_spread([x[length] for x in found]) for length in lengths))
             at = [j + 0.05 * (i - 1) for j in range(len(lengths))]
-            axes.errorbar(at, values, yerr=(low, high), color=color, label=name, marker="o", capsize=3)
+            axes.errorbar(at, values, yerr=(low, high), color=color, label=name, marker="o", capsize=4)
             axes.set_xticks(range(len(lengths)), lengths)
         floor = next(iter(next(iter(rows.values()))[0]["floor"].values()))
-        axes.axhline(floor, color="gray", linestyle=":", label="guessing")
+        axes.axhline(floor, color=GREY, linestyle=":", label="guessing")
         axes.set(title=task, xlabel="length / trained length", ylim=(0, 1.03))
-        axes.grid(alpha=0.3)
+        axes.grid()
     panels[0].set_ylabel("share of right answers")
-    panels[0].legend(fontsize=8, loc="lower left")
+    legend_below(panels[0].figure, 3, panels[0].get_legend_handles_labels()[0])
 
 
 _Panel = tuple[str, str, str, float | None]
@@ -194,12 +211,16 @@ def _look_up(found: dict[str, Rows], shown: Sequence[_Panel], panels: Any) -> No
         for at, model in enumerate(names):
             if results := _results(found[task], model):
                 value, low, high = _spread([x[key] for x in results])
-                axes.barh(at, value, xerr=([low], [high]), color=MODELS[model][1], capsize=2, height=0.7)
+                color = MODELS[model][1]
+                axes.barh(at, value, color=color, alpha=0.5, height=0.7)
+                axes.errorbar(value, at, xerr=([low], [high]), color=color, capsize=3)
             else:
-                axes.text(0.45, at, "not run", va="center", fontsize=8, color="gray")
+                axes.text(0.45, at, "not run", va="center", fontsize=14)
         floor = next(iter(found[task].values()))[0]["floor"][key]
-        axes.axvline(floor if bare is None else bare, color="gray", linestyle=":")
-        axes.set(xlim=(0, 1.03))
-        axes.set_title(title, fontsize=9)
-        axes.grid(alpha=0.3, axis="x")
+        axes.axvline(floor if bare is None else bare, color=PINK, linestyle=":", zorder=3)
+        axes.set(xlim=(0, 1.03), xticks=(0, 0.5, 1))
+        axes.set_title(title, fontsize=14)
+        axes.grid(axis="x")
     panels[0].set_yticks(range(len(names)), [MODELS[model][0] for model in names])
+    guessing = Line2D([], [], linestyle=":", color=PINK, label="guessing; recall: one of the row's values")
+    _kinds(panels, [guessing])

@@ -353,7 +353,7 @@ def test_the_commands(tmp_path, capsys) -> None:
         assert end.value.code == 0
     shown = capsys.readouterr().out
     assert "**copying**" in shown
-    assert shown.endswith("look-up.png\n")
+    assert shown.endswith("look-up.svg\n")
     with pytest.raises(SystemExit, match=r"study: .*runs.jsonl: expected the results of at least one run"):
         commands.main(["table", str(tmp_path / "nothing")])
 

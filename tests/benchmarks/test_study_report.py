@@ -99,13 +99,13 @@ def test_plots_are_drawn_from_the_lines_alone(tmp_path) -> None:
         lines.append(tmp_path, recall)
     lines.append(tmp_path, made_up(TASKS["parity"], "block-all-rotated", 1, None))
     assert {path.name for path in plots.plots(tmp_path, tmp_path)} == {
-        "positions.png",
-        "sums.png",
-        "look-up.png",
+        "positions.svg",
+        "sums.svg",
+        "look-up.svg",
     }
     steps.save(tmp_path, TASKS["language"], 8, SECONDS)
     drawn = plots.plots(tmp_path, tmp_path)
-    assert {path.name for path in drawn} == {"price.png", "positions.png", "sums.png", "look-up.png"}
-    assert all(path.read_bytes()[1:4] == b"PNG" for path in drawn)
+    assert {path.name for path in drawn} == {"price.svg", "positions.svg", "sums.svg", "look-up.svg"}
+    assert all(path.read_text().startswith("<?xml") for path in drawn)
     shown = {*plots.PRICE, *plots.POSITIONS, *plots.TRACKING, *plots.LOOK_UP}
     assert shown == plots.MODELS.keys() <= VARIANTS.keys()
