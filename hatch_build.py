@@ -100,6 +100,7 @@ def load_build_script(root: Path) -> ModuleType:
 class NativeLibrary(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         self.folder = tempfile.TemporaryDirectory()  # until the wheel is written
+        self.app.display_waiting("linrope: building the native CPU backend, which takes one to four minutes")
         library = build_library(Path(self.root), Path(self.folder.name))
         if isinstance(library, str):  # slower, and complete: nothing in it needs the library
             self.app.display_warning(f"linrope: a pure wheel, without the native CPU backend. {library}")

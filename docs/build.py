@@ -2,8 +2,8 @@
 
 Zensical's strict mode fails on a link to a page, heading or Python name that does not exist. It ignores
 warnings that are logged (griffe's, about docstrings), and finds neither a missing image nor a page that the
-menu leaves out. This script fails on those too, on a code block that was not recognized, and on a page that would load
-a script, style, font or image from another host.
+menu leaves out. This script fails on those too, on a code block that was not recognized or is wider than the page, and
+on a page that would load a script, style, font or image from another host.
 """
 
 import logging
@@ -16,6 +16,7 @@ import zensical
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "site"
+WIDTH = 110  # characters of code that a page shows without scrolling, by docs/assets/site.css
 
 
 class Warnings(logging.Handler):
@@ -30,22 +31,30 @@ class Warnings(logging.Handler):
 
 
 class Page(HTMLParser):
-    """Collects what a page links to and what it loads, and whether the marks of a code fence are left as text."""
+    """Collects what a page links to and what it loads, its code, and whether the marks of a fence are left as text."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
-        self.has_marks = False
+        self.has_marks = self.in_code = False
+        self.code = ""
         self.links: set[str] = set()
         self.loads: set[str] = set()
         self.feed(file.read_text("utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.in_code |= tag == "pre"
         for name, value in attrs:
             if name in ("href", "src") and value:
                 (self.links if tag == "a" else self.loads).add(value)
 
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "pre":
+            self.in_code = False
+            self.code += "\n"
+
     def handle_data(self, data: str) -> None:
         self.has_marks |= "```" in data
+        self.code += data if self.in_code else ""
 
 
 def target(file: Path, address: str) -> Path | None:
@@ -65,6 +74,11 @@ def faults_of_pages() -> list[str]:
         page, name = Page(file), file.relative_to(SITE)
         if page.has_marks:
             faults.append(f"{name}: ``` in the text: a code block that was not recognized")
+        faults += [
+            f"{name}: {len(line)} characters of code in a line, expected at most {WIDTH}: {line}"
+            for line in page.code.splitlines()
+            if len(line) > WIDTH
+        ]
         for address in sorted(page.links | page.loads):
             found = target(file, address)
             if found is not None and not found.is_file():

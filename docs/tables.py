@@ -7,7 +7,7 @@ A table stands between <!-- NAME --> and <!-- /NAME -->. It is made from the new
 
 import json
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ MODELS = {  # models of the study, and what README.md calls them
     "block": "**the default block**",
     "block-softmax-all-rotated": "softmax attention in the block, all features rotated",
     "mamba-2": "Mamba-2",
-    "eq19+init": "[equation 19](#what-it-computes) with output norm and gate, no block",
+    "eq19+init": "[equation 19]({equation}) with output norm and gate, no block",
 }
 PRICES = {  # models of the study, and what docs/evidence.md calls them
     "block": "the default block",
@@ -193,11 +193,12 @@ def _of_study(task: str, model: str, names: Iterable[str]) -> list[str]:
     return [*values, report.state(rows[0]), times["fastest"], times.get("plain", "")]
 
 
-def quality() -> str:
+def quality(equation: str) -> str:
+    """equation: the link to the equation."""
     rows = []
     for model, words in MODELS.items():
         bits, longer, _, *times = _of_study("language", model, ("bits", "8x - 1x"))
-        rows.append([words, bits, longer, *times])
+        rows.append([words.format(equation=equation), bits, longer, *times])
     return table(" | bits per byte | longer text | time | in plain PyTorch", rows)
 
 
@@ -210,7 +211,11 @@ def price() -> str:
 PAGES = {
     "docs/backends.md": {"gpu-runs": gpu.gpu_runs, "gpu-errors": gpu.gpu_errors},
     "docs/evidence.md": {"price": price},
-    "README.md": {"families": models_in_short, "study": quality},
+    "README.md": {"families": models_in_short, "study": partial(quality, "#what-it-computes")},
+    "docs/index.md": {
+        "families": models_in_short,
+        "study": partial(quality, "mathematics.md#the-equation-eq-19"),
+    },
     "docs/performance.md": {
         "lengths": lengths,
         "decoding": decoding,

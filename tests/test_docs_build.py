@@ -50,6 +50,7 @@ FAULTS = {
     "a formula's unknown command": ("docs/index.md", "\\sum", "\\summ", "summ"),
     "an inline formula cut short": ("docs/index.md", "{b}", "{b", "formula"),
     "a fence with an unknown word": ("docs/index.md", "```math", "```math again", "a code block that was not"),
+    "code that is cut": ("docs/index.md", "a = b\n", f"a = b  # {'x' * 102}\n", "111 characters of code in a line"),
     "a page without a menu entry": ("zensical.toml", "other.md", "index.md", "not in the menu"),
     "a menu entry without a page": ("zensical.toml", "other.md", "others.md", "others"),
     "an argument that is not there": ("linrope/__init__.py", "        x:", "        y:", "'y' does not appear"),

@@ -10,8 +10,8 @@ call. fla need not be installed.
     q, k                     (B, T, H, K), of one dtype with v: float32, bfloat16, float16, or float64
     v                        (B, T, HV, V), HV a multiple of H: value head i reads head i // (HV / H) of q and k
     g                        <= 0, log decays: (B, T, HV), or (B, T, HV, K) per feature
-    scale                    a positive factor of the queries. None: 1 / sqrt(K). Without use_qk_l2norm_in_kernel it
-                             rounds queries in half precision once more.
+    scale                    a positive factor of the queries. None: 1 / sqrt(K). Without use_qk_l2norm_in_kernel
+                             it rounds queries in half precision once more.
     initial_state            (N, HV, K, V), for B or for len(cu_seqlens) - 1 sequences. None: zeros
     output_final_state       True: return the state after the last token, as a new tensor in float32 or wider
     state_v_first            True: both states are (N, HV, V, K)

@@ -187,7 +187,7 @@ def replaced(model: nn.Module) -> tuple[str, ...]:
     >>> from transformers import Mamba2Config, Mamba2Model
     >>> from linrope.backends import native
     >>> from linrope.integrations import transformers as linrope_transformers
-    >>> config = Mamba2Config(hidden_size=16, num_heads=4, head_dim=8, n_groups=1, num_hidden_layers=1, vocab_size=9)
+    >>> config = Mamba2Config(hidden_size=16, num_heads=4, head_dim=8, n_groups=1, num_hidden_layers=1)
     >>> model = Mamba2Model(config)
     >>> with linrope_transformers.enable("mamba2"):
     ...     computed = linrope_transformers.replaced(model)
