@@ -22,6 +22,7 @@ from transformers import Trainer, TrainingArguments
 from linrope.distributed import Shard
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
 
+ROW = 256  # tokens
 RHYME = b"For want of a nail the shoe was lost. For want of a shoe the horse was lost. "
 
 
@@ -73,15 +74,16 @@ def main() -> None:
     )
     torch.manual_seed(0)
     config = LinRopeConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4
-    )
+        vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+        forget_gate={"longest": ROW},
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=30, logging_steps=10, learning_rate=3e-3, per_device_train_batch_size=1,
             report_to="none", use_cpu=not cuda, disable_tqdm=True, dataloader_pin_memory=False,
             save_strategy="no", ddp_find_unused_parameters=False,
         )  # fmt: skip
-        SequenceTrainer(LinRopeForCausalLM(config), arguments, train_dataset=rows(64, 256)).train()
+        SequenceTrainer(LinRopeForCausalLM(config), arguments, train_dataset=rows(64, ROW)).train()
     dist.destroy_process_group()
 
 

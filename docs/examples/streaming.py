@@ -26,7 +26,9 @@ RHYME = (
 def train(steps: int) -> LanguageModel:
     torch.manual_seed(0)
     model = LanguageModel(
-        LanguageModelConfig(embed_dim=64, num_layers=2, num_heads=2, forget_gate=True, short_conv=4)
+        LanguageModelConfig(
+            embed_dim=64, num_layers=2, num_heads=2, forget_gate={"longest": 96}, short_conv=4
+        )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     text = torch.tensor(list((RHYME * 3).encode()))
