@@ -15,9 +15,13 @@ def newest_first(folder: Path, name: str) -> list[Path]:
     return sorted(dated, key=dated.__getitem__, reverse=True)
 
 
-def multiple(ratio: float) -> str:
+def two_digits(x: float) -> str:
     """With two significant digits."""
-    return f"{float(f'{ratio:.2g}'):,g}x"
+    return f"{float(f'{x:.2g}'):,g}"
+
+
+def multiple(ratio: float) -> str:
+    return f"{two_digits(ratio)}x"
 
 
 def milliseconds(seconds: float) -> str:

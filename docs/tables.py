@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.study import report, steps
 from docs import cost, families
 from docs import gpu_tables as gpu
-from docs.formats import milliseconds, multiple, newest_first, table
+from docs.formats import milliseconds, multiple, newest_first, table, two_digits
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -76,6 +76,21 @@ def decoding() -> str:
 
     head = "tokens before the step | in place: linrope / softmax | new state | whole layer: linrope / softmax"
     return table(head, (cells(row) for row in newest("cpu")["decode"]))
+
+
+def memory() -> str:
+    """Bytes per token of a block by width, and the peak of reading in pieces."""
+
+    def rows() -> Iterator[list[str]]:
+        for row in newest("memory")["rows"]:
+            training, reading = row["training"], row["reading"]
+            per_token = (training["first"], training["further"], reading["first"])
+            first, further, read = (f"{two_digits(x / 1e3)} kB" for x in per_token)
+            in_pieces = [f"{two_digits(x['pieces'] / 1e6)} MB" for x in (training, reading)]
+            yield [f"{row['width']:,}", first, further, read, *in_pieces]
+
+    head = "width | training, first block | each further block | without gradients | training in pieces"
+    return table(f"{head} | without gradients in pieces", rows())
 
 
 def options() -> str:
@@ -220,6 +235,7 @@ PAGES = {
         "lengths": lengths,
         "decoding": decoding,
         "options": options,
+        "memory": memory,
         "families": models,
         "conditions": conditions,
         "delta-rule": delta_rule,
