@@ -145,7 +145,7 @@ def run_steps(
         at_once = trainer.accelerator.num_processes == 1
         with (
             _signals(lambda: at_once and trainer.may_stop) as received,
-            progress_bar("{task.description}", console) as progress,
+            progress_bar(console) as progress,
         ):
             task = progress.add_task("", total=config.steps, completed=first)
             doing = ""
@@ -256,9 +256,9 @@ class _QuietProgress(Progress):
             super().stop()
 
 
-def progress_bar(text: str, console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
     return _QuietProgress(
-        TextColumn(text),
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),

@@ -291,7 +291,7 @@ def compare(
     cases = [(kind, 1, n) for kind in KINDS for n in lengths if n <= longest.get(kind, n)]
     cases.append(("decoding", 8, lengths[0]))
     rows, say = [], Lines(console)
-    with progress_bar("{task.description}", console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task(family, total=len(cases))
         for kind, batch, n in cases:
             description = f"{family}: {kind}, {n:,} tokens"

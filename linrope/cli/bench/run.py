@@ -27,7 +27,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     peers: dict[str, str] = {}
     say = Lines(console)
-    with progress_bar("{task.description}", console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("benchmark", total=len(lengths) + 1)
 
         def stage(description: str) -> None:
