@@ -32,11 +32,10 @@ def main() -> None:
     for panel, (title, options) in zip(axes, CALLS.items(), strict=True):
         found = weights(**options)
         shown = np.ma.array(found / found.max(1, keepdims=True), mask=future)
-        mesh = panel.pcolormesh(shown, cmap=colors, vmin=0, vmax=1)
-        panel.set(title=title, xlabel="key", aspect="equal", xticks=[], yticks=[])
+        picture = panel.imshow(shown, cmap=colors, vmin=0, vmax=1, interpolation="nearest")
+        panel.set(title=title, xlabel="key", xticks=[], yticks=[])
     axes[0].set_ylabel("query")
-    axes[0].invert_yaxis()
-    bar = figure.colorbar(mesh, ax=axes, ticks=[0, 1], shrink=0.8)
+    bar = figure.colorbar(picture, ax=axes, ticks=[0, 1], shrink=0.8)
     bar.set_label("weight / largest of the row", color=GREY)
     save(figure, "weights")
 

@@ -14,14 +14,8 @@ from matplotlib import pyplot as plt
 from linrope.common.files import replace_file
 
 GREY = "#7f838a"
-LINROPE, SOFTMAX, BLUE, PURPLE, YELLOW, PINK = (
-    "#16a085",
-    "#d9732a",
-    "#4a8fdc",
-    "#a06cd5",
-    "#b59a1a",
-    "#d1588f",
-)
+LINROPE, SOFTMAX, BLUE = "#16a085", "#d9732a", "#4a8fdc"
+PURPLE, YELLOW, PINK = "#a06cd5", "#b59a1a", "#d1588f"
 LINES = (LINROPE, SOFTMAX, BLUE, PURPLE, YELLOW, PINK)
 STYLE: Any = {
     "font.size": 16, "mathtext.fontset": "stix", "text.color": GREY, "legend.frameon": False,

@@ -4,9 +4,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-_CONTEXT = (
-    5  # tokens of the prompt, on which the first generated token's text may depend, as a leading space does
-)
+# Tokens of the prompt on which the first generated token's text may depend, as a leading space does
+_CONTEXT = 5
 _LONGEST_CHARACTER = 8  # more tokens than this without a whole character are no text
 
 
