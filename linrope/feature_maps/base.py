@@ -45,6 +45,7 @@ class FeatureMap(Identified):
     feature_dim: int  # f
     positive: bool  # whether <phi(x), psi(y)> >= 0 for all x and y; the normalizer requires it
     head_dim: int | None = None  # d, if the map fits only one
+    long_keys: bool = False  # whether psi(k) may be longer than 1 so that the delta rule's state grows
     positional: bool = False
     log_scaled: bool = False
     elementwise: str | None = None  # the function's name in the kernels that apply it as they load a tensor

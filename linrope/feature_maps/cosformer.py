@@ -35,7 +35,7 @@ class Cosformer(FeatureMap):
     tensor(0.7071)
     """
 
-    positive = True
+    positive, long_keys = True, True
     positional = True
 
     def __init__(self, head_dim: int, max_length: int) -> None:

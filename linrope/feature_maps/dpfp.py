@@ -26,7 +26,7 @@ class DPFP(FeatureMap):
     [0.0, 0.0, 0.0, 6.0]
     """
 
-    positive = True
+    positive, long_keys = True, True
 
     def __init__(self, head_dim: int, nu: int = 3) -> None:
         super().__init__()

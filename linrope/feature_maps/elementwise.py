@@ -67,6 +67,7 @@ class ElementwiseMap(FeatureMap):
         self.head_dim = self.feature_dim = head_dim
         self.positive = ELEMENTWISE[name].positive
         self.log_scaled = name == "exp"
+        self.long_keys = self.elementwise is not None
 
     def queries(self, q: Tensor) -> Features:
         if self.log_scaled:

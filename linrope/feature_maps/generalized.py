@@ -79,7 +79,7 @@ class GeneralizedRandomFeatures(RandomFeatureMap):
         self.kernel_epsilon = check_epsilon(kernel_epsilon)
         # Formatted here for torch.compile, as in FavorPlus.
         self._kernel_text = f"kernel={name}, kernel_epsilon={self.kernel_epsilon}"
-        self.positive = positive or kernel in POSITIVE_KERNELS
+        self.positive, self.long_keys = positive or kernel in POSITIVE_KERNELS, True
 
     def queries(self, q: Tensor) -> Tensor:
         return pad_to_even((self.kernel(self.project(q)) + self.kernel_epsilon) * self.num_features**-0.5)

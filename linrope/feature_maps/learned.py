@@ -104,7 +104,7 @@ class T2R(LearnedMap):
     torch.Size([2, 16, 16])
     """
 
-    positive = True
+    positive, long_keys = True, True
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class PairedMap(FeatureMap):
     wider.
 
     Args:
-        inner: the map that makes the features; its head_dim, positive, positional and log_scaled carry over.
+        inner: the map that makes the features; its head_dim, positive, positional, log_scaled and long_keys carry over.
         layout: the layout of the rotation, "interleaved" or "half".
 
     Raises:
@@ -50,7 +50,7 @@ class PairedMap(FeatureMap):
         self.inner, self.layout = inner, layout
         self.head_dim, self.feature_dim = inner.head_dim, 2 * inner.feature_dim
         self.positive, self.positional = inner.positive, inner.positional
-        self.log_scaled = inner.log_scaled
+        self.log_scaled, self.long_keys = inner.log_scaled, inner.long_keys
 
     def queries(self, q: Tensor, *positions: Tensor) -> Features:
         return self._twice(self.inner(widen(q), None, *positions)[0])

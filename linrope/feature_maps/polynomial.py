@@ -36,7 +36,7 @@ class Taylor2(FeatureMap):
     tensor(5.0000)
     """
 
-    positive = True
+    positive, long_keys = True, True
     head_dim: int
 
     def __init__(self, head_dim: int) -> None:
@@ -79,7 +79,7 @@ class Rebased(LearnedMap):
     4.0
     """
 
-    positive = True
+    positive, long_keys = True, True
 
     def __init__(self, head_dim: int, num_heads: int | None = None, num_kv_heads: int | None = None) -> None:
         check_sizes(head_dim=head_dim)

@@ -266,7 +266,7 @@ def check_parts_with_erase(
         raise ValueError(
             f"feature_map={name}: its features have scales, which mean nothing with {option}; expected 'unit'"
         )
-    if fmap is not None and fmap.elementwise is not None:
+    if fmap is not None and fmap.long_keys:
         raise ValueError(
             f"feature_map={name}: with {option} keys must have length 1, or the state grows without bound; "
             f"expected 'unit', which may have an activation{or_else}"

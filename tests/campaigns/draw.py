@@ -209,7 +209,7 @@ class Configuration:
     def _draw_erase(self, chance: random.Random) -> None:
         """The delta rule, for calls that may have it, with a chance of its own."""
         xpos = self.rotary is not None and self.rotary.xpos is not None
-        refused = self.map is not None and (self.map.log_scaled or self.map.elementwise is not None)
+        refused = self.map is not None and (self.map.log_scaled or self.map.long_keys)
         if not self.causal or xpos or refused or chance.random() < 0.4:
             return
         self.normalize = False

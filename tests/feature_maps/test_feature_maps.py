@@ -42,6 +42,14 @@ def test_sizes(label: str, d: int) -> None:
     assert own_size or fmap.feature_dim % 2 == 0  # features pair up for rotation
 
 
+@labels
+def test_keys_of_maps_not_marked_long_keep_the_state_of_the_delta_rule_bounded(label: str) -> None:
+    """Which requires b |psi(k)|^2 <= 2. Maps with a log_scale are refused by themselves."""
+    fmap, (_, k, _) = scrambled(build(label)).double(), randoms(9, 50, 2, 4, scale=4)
+    if not (fmap.log_scaled or fmap.long_keys):
+        assert float(features(fmap, k, k)[1].square().sum(-1).max()) <= 2
+
+
 @pytest.mark.parametrize("name", [*RANDOM, "softmax", "exp"])
 @settings(deadline=None)
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=4, max_size=4))

@@ -102,7 +102,7 @@ def fits(row: Row) -> bool:
         # Their normalizer may be 0, and the rotated numerator's rounding is then divided by eps.
         row["normalize"] == "yes" and row["feature_map"] in ("relu", "relu2") and row["eps"] == "small",
         "erase" in given and (row["normalize"] == "yes" or row["causal"] == "bidirectional" or rotary == "xpos"),
-        "erase" in given and (is_scaled(row["feature_map"]) or is_elementwise(row["feature_map"])),
+        "erase" in given and (is_scaled(row["feature_map"]) or has_long_keys(row["feature_map"])),
         before and row["log_decay"].startswith("per unit"),
     ))  # fmt: skip
 
@@ -122,8 +122,8 @@ def is_scaled(label: str) -> bool:
     return label != "features" and made_once(label).log_scaled
 
 
-def is_elementwise(label: str) -> bool:
-    return label != "features" and made_once(label).elementwise is not None
+def has_long_keys(label: str) -> bool:
+    return label != "features" and made_once(label).long_keys
 
 
 def make_map(label: str, d: int, h: int, g: int) -> FeatureMap:
