@@ -39,7 +39,8 @@ class Block(nn.Module):
         self.attend = attend
         self.norm, self.qkv, self.out = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
         self.gate = nn.Linear(DIM, HEADS) if gated else None
-        self.register_buffer("bias", spread(HEADS, longest=ROW).logit().float())
+        if self.gate is not None:
+            self.gate.bias.data = spread(HEADS, longest=ROW).logit().float()
         self.mlp = nn.Sequential(
             nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)
         )
@@ -47,7 +48,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         q, k, v = self.qkv(y).unflatten(-1, (3, HEADS, -1)).unbind(2)
-        log_decay = None if self.gate is None else F.logsigmoid(self.gate(y) + self.bias)
+        log_decay = None if self.gate is None else F.logsigmoid(self.gate(y))
         x = x + self.out(self.attend(q, k, v, log_decay).flatten(2))
         return x + self.mlp(x)
 

@@ -135,7 +135,9 @@ def _price(found: dict[str, Rows], times: dict[str, Any], panels: Any) -> None:
             panels[1].plot(x, at, "o", color=color, markersize=9, markerfacecolor=full, markeredgewidth=2)
     panels[0].set_yticks(range(len(rows)), [row[0] for row in rows])
     panels[0].set(xlabel="bits per byte (less is better)")
-    panels[1].set(xscale="log", xlabel="CPU time, default block = 1\nhollow: in plain PyTorch")
+    panels[1].set(
+        xscale="log", xlabel="training time, default block = 1\nhollow: in plain PyTorch"
+    )
     ticks = [0.5, 1, 2, 4, 8, 16]
     panels[1].set_xticks(ticks, [f"{x:g}" for x in ticks])
     panels[1].minorticks_off()
@@ -197,7 +199,7 @@ def _sums(sums: dict[str, Rows], panels: Any) -> None:
 _Panel = tuple[str, str, str, float | None]
 # A task, a result, the title of its panel, and what a model gets that knows nothing but a row's values
 _LOOK_UP_PANELS: list[_Panel] = [
-    ("recall-256", "6 pairs", "6 pairs,\n256 numbers of state", 0.17),
+    ("recall-256", "6 pairs", "recall of 6 pairs,\nstate of 256 numbers", 0.17),
     ("copying", "1x", "copying,\ntrained length", None),
     ("copying", "2x", "copying,\ntwice the length", None),
     ("distant", "8,192 bytes", "recall over\n8,192 bytes", 0.41),
@@ -221,6 +223,7 @@ def _look_up(found: dict[str, Rows], shown: Sequence[_Panel], panels: Any) -> No
         axes.set(xlim=(0, 1.03), xticks=(0, 0.5, 1))
         axes.set_title(title, fontsize=14)
         axes.grid(axis="x")
+    panels[0].set_xlabel("share of right answers", fontsize=14)
     panels[0].set_yticks(range(len(names)), [MODELS[model][0] for model in names])
-    guessing = Line2D([], [], linestyle=":", color=PINK, label="guessing; recall: one of the row's values")
+    guessing = Line2D([], [], linestyle=":", color=PINK, label="guessing; in recall, one of the values of the row")
     _kinds(panels, [guessing])

@@ -1,5 +1,6 @@
 """The table of backends, and the rule that chooses one for a call."""
 
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from linrope.backends import bridge, eager, equation, native, onnx
 from linrope.backends.protocol import Backend
 from linrope.common.argument_checks import check_name
 from linrope.common.private_names import forward_mode
-from linrope.common.tracing import exporting, exporting_to_onnx, has_tangents, traced
+from linrope.common.tracing import exporting, exporting_to_onnx, has_tangents
 from linrope.recurrence.call import Call, Resolved, differentiable, option_beyond
 from linrope.recurrence.state import LinearAttentionState
 
@@ -61,8 +62,8 @@ def first_of(name: str, call: Call, state: LinearAttentionState | None) -> Backe
         reason = backend if isinstance(backend, str) else _why_not(backend, call, state)
         if reason is None:
             return backend
-        if name == "auto" and not (traced(call.k) or exporting()):
-            _announce(candidate, call.k.device, reason)
+        if name == "auto" and not exporting():
+            _announce(candidate, call.k.device.type, reason)
     assert reason is not None
     return reason
 
@@ -79,9 +80,10 @@ def _auto(call: Call) -> list[str]:
     return _AUTO["cpu" if call.k.device.type == "cpu" else "cuda"]
 
 
-def _announce(candidate: str, device: torch.device, reason: str) -> None:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # so it runs while a call is traced
+def _announce(candidate: str, device: str, reason: str) -> None:
     """Warns if this backend cannot run a call on the device because its kernels cannot run on this machine."""
-    if device.type in _AUTO and reason == kernels_here().get(candidate):
+    if device in _AUTO and reason == kernels_here().get(candidate):
         warn_of_missing(candidate, reason)
 
 
@@ -100,7 +102,15 @@ def warn_of_missing(name: str, reason: str) -> None:
     if name not in _warned:
         _warned.add(name)
         text = f"linrope's kernels (backend {name!r}) cannot run, so plain PyTorch computes, which is slower: {reason}"
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warnings.warn(text, RuntimeWarning, stacklevel=_level_of_the_caller())
+
+
+def _level_of_the_caller() -> int:
+    """The stacklevel, for the function that asks, of the first call from outside linrope and PyTorch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("linrope.", "torch.")):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def in_words(name: str, weight: Tensor | None) -> str:

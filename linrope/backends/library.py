@@ -55,7 +55,7 @@ def _why_absent(path: Path) -> str:
         return f"a build without the compiled kernels ({WHY_PURE.read_text(encoding='utf-8').strip()})"
     if (Path(__file__).parents[2] / "kernels" / "cpu" / "build.py").is_file():
         return "not built in this tree: run `make native`"
-    return f"the native library is missing: {path}"
+    return f"the native library is missing: {path}; run `make native` in a clone, or `pip install .` again"
 
 
 def _names_in(library: ctypes.CDLL) -> list[str]:

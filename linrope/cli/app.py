@@ -225,7 +225,8 @@ def plot(
     file = runs[0] / "losses.png" if out is None else out
     if file.suffix not in (".png", ".svg"):
         raise ValueError(f"--out={file}: expected a file that ends in .png or .svg")
-    check_folder(file.parent)
+    if out is not None:
+        check_folder(out.parent)
     from linrope.cli import plotting
 
     plotting.plot(runs, file)

@@ -19,9 +19,8 @@ def plot(runs: list[Path], out: Path) -> None:
     for index, (name, rows) in enumerate(named.items()):
         color = LINES[index % len(LINES)]
         steps = [row["step"] for row in rows]
-        axes.plot(
-            steps, smoothed([row["bits_per_byte"] for row in rows]), color=color, label=f"{name}, training"
-        )
+        losses, marker = smoothed([row["bits_per_byte"] for row in rows]), "o" if len(rows) == 1 else ""
+        axes.plot(steps, losses, marker=marker, color=color, label=f"{name}, training")
         held_out = [
             (row["step"], row["held_out_bits_per_byte"]) for row in rows if "held_out_bits_per_byte" in row
         ]
@@ -36,6 +35,8 @@ def plot(runs: list[Path], out: Path) -> None:
 def read(run: Path) -> list[dict[str, Any]]:
     """The metrics of each step, without a last line that is not complete: the run was killed or still writes it."""
     path = run / "metrics.jsonl"
+    if run.is_file():
+        raise ValueError(f"RUN={run}: got a file, expected the folder of a run")
     if not path.is_file():
         raise FileNotFoundError(f"{run}: has no metrics.jsonl; expected the folder of a run of linrope train")
     lines = enumerate(path.read_text().splitlines(keepends=True), 1)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from linrope import backends
 from linrope.backends import native
 from linrope.common.files import parse_json
 from linrope.integrations.transformers import Enabled, enable
@@ -85,7 +86,10 @@ def on_linrope(model: nn.Module, device: torch.device) -> Enabled:
     Not on a GPU, where transformers' models have never run on linrope's kernels. If this version of transformers has
     functions that linrope does not know, its own code runs, and the log says so.
     """
-    families = families_of(model) if device.type == "cpu" and native.why_not() is None else []
+    families = families_of(model) if device.type == "cpu" else []
+    if families and (reason := native.why_not()) is not None:
+        backends.warn_of_missing("native", reason)
+        families = []
     try:
         return enable(*families) if families else Enabled(())
     except RuntimeError as error:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from linrope.cli.console import console
 from linrope.cli.devices import pick_device
 from linrope.cli.layer_flags import FLAGS, chosen_options
 from linrope.cli.training import accelerator_on, describe, run_steps
+from linrope.common.argument_checks import check_name
 from linrope.common.files import check_readable
 from linrope.common.locks import locked
 from linrope.layer.config import LayerConfig
@@ -41,13 +44,23 @@ def run(options: dict[str, Any], explicit: set[str]) -> int:
     # torchrun restarts a group after one of its processes ended.
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and checkpoints(out):
         resume = True
-    precision = options["mixed_precision"]
-    if resume:  # latest_checkpoint raises if there is none, before the lock makes the folder
-        precision = load_training(latest_checkpoint(out))[2].get("mixed_precision")
+    precision, save_every = options["mixed_precision"], options["save_every"]
+    check_name("--mixed-precision", precision or "no", ("no", "bf16"))
+    if resume and not out.is_dir():
+        raise ValueError(f"--out={out}: no such folder; expected that of a run, or no --resume to start one")
+    killed_early = resume and not checkpoints(out)
+    resume = resume and not killed_early
+    if resume:
+        saved = load_training(latest_checkpoint(out))[2]
+        precision = saved.get("mixed_precision")
+        if "save_every" not in explicit:
+            save_every = int(saved.get("save_every", save_every))
     accelerator = accelerator_on(pick_device(options["device"]), precision)
     console.quiet = not accelerator.is_main_process
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get(_SHARED_STORE) == "True":
         console.print(_FRESH_STORES)
+    if killed_early:
+        console.print(f"{out}: has no checkpoint yet, so the run starts anew")
     with ExitStack() as stack:
         if resume:
             if accelerator.is_main_process:
@@ -59,7 +72,7 @@ def run(options: dict[str, Any], explicit: set[str]) -> int:
                 stack.enter_context(locked(out))
                 _check_new(out)  # again: another run may have ended meanwhile
         describe(trainer, console)
-        status = run_steps(trainer, console, out, options["save_every"], options["tensorboard"])
+        status = run_steps(trainer, console, out, save_every, options["tensorboard"])
         console.print(f"checkpoint: {latest_checkpoint(out)}")
         trainer.accelerator.end_training()
     return status
@@ -83,18 +96,42 @@ def _start(
 
 def _corpus(path: Path | None, held_out: Path | None, tokenizer: Any, source: dict[str, str]) -> Corpus:
     """The text of these paths, or where they are None that of the source."""
-    if path == Path("-"):
-        if held_out is not None or "binary" in source:
-            raise ValueError(
-                "-: standard input is text without --held-out or --binary; expected a file with these"
-            )
-        return Corpus.from_texts([sys.stdin.read()], "standard input", tokenizer)
     if path is None and "corpus" not in source:
         raise ValueError("the checkpoint does not record the text it was trained on; expected a PATH to read")
-    given = {"corpus": path, "held_out": held_out}
-    return Corpus.load_source(
-        source | {name: str(x) for name, x in given.items() if x is not None}, tokenizer
+    name = source["corpus"] if path is None else str(path)
+    console.print(f"reading {name or 'the sources of Python'}")
+    with _ended_by_ctrl_c():
+        if path == Path("-"):
+            return _standard_input(held_out, tokenizer, "binary" in source)
+        given = {"corpus": path, "held_out": held_out}
+        source = source | {name: str(x) for name, x in given.items() if x is not None}
+        return Corpus.load_source(source, tokenizer)
+
+
+def _standard_input(held_out: Path | None, tokenizer: Any, binary: bool) -> Corpus:
+    """One document, which a file of the same bytes equals."""
+    if held_out is not None:
+        raise ValueError(f"--held-out={held_out}: expected a PATH with it, not standard input")
+    name, document = "standard input", sys.stdin.buffer.read()
+    try:
+        text = "" if binary else document.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: expected UTF-8 text, or --binary to train on its bytes") from None
+    return (
+        Corpus.from_bytes([document], name)
+        if tokenizer is None
+        else Corpus.from_texts([text], name, tokenizer)
     )
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process at once, where Python would wait for a tokenizer that reads a whole document."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _check_new(out: Path) -> None:

@@ -161,8 +161,9 @@ def run_steps(
             def evaluate() -> float:
                 nonlocal doing
                 doing = f"evaluation after {trainer.step:,} steps"
-                between = save_every * config.batch_size * config.accumulation * trainer.processes.row_groups
-                return trainer.evaluate(max(1, min(_MOST_ROWS, int(_EVALUATED * between))), on_piece)
+                rows = config.batch_size * config.accumulation * trainer.processes.row_groups  # of a step
+                share = int(_EVALUATED * min(save_every, config.steps) * rows)
+                return trainer.evaluate(max(1, min(_MOST_ROWS, share)), on_piece)
 
             try:
                 while trainer.step < config.steps:
@@ -183,7 +184,7 @@ def run_steps(
                     try:
                         if out and (trainer.step == config.steps or trainer.step % save_every == 0):
                             # First, since who sends a signal may kill the process some seconds later
-                            trainer.save(out)
+                            trainer.save(out, {"save_every": str(save_every)})
                             saved, held_out = trainer.step, evaluate()
                             values["held_out_bits_per_byte"] = held_out
                     finally:
@@ -195,7 +196,7 @@ def run_steps(
             except Stopped as stopped:
                 status = stopped.status
                 if out and trainer.step != saved:
-                    trainer.save(out)
+                    trainer.save(out, {"save_every": str(save_every)})
     finally:
         if log:
             log.close()

@@ -121,5 +121,7 @@ def check_integer_tensors(**arguments: Tensor) -> None:
     import torch
 
     for argument, x in arguments.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{argument}: got {type(x).__name__}, expected a tensor of integers")
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise TypeError(f"{argument}: got {x.dtype}, expected integers")

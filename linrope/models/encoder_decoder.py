@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from linrope.common.argument_checks import check_bools
-from linrope.common.keywords import check_keywords, shows
+from linrope.common.keywords import PYTORCH, check_keywords, shows
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.config import DEFAULTS
 from linrope.layer.fitting import check_vectors
@@ -37,12 +37,21 @@ _OPTIONS = {name: default for name, default in DEFAULTS.items() if name != "cont
 }
 
 
+_FIXED = "nothing: the network inside is SwiGLU, 4 dim wide, behind an RMS norm"
+_INSTEAD = PYTORCH | {
+    **dict.fromkeys(("d_model", "embed_dim", "hidden_size"), "dim"),
+    **dict.fromkeys(("nhead", "num_heads"), "heads"),
+    "num_layers": "depth",
+    **dict.fromkeys(("dim_feedforward", "hidden_dim", "activation", "norm_first", "layer_norm_eps"), _FIXED),
+}
+
+
 def _factory(attention: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a LinearRoPEAttention that a linear layer and a norm have too.
 
     Raises TypeError if attention has others than those of a LinearRoPEAttention.
     """
-    check_keywords("LinearRoPEAttention", attention, [*_OPTIONS])
+    check_keywords("LinearRoPEAttention", attention, [*_OPTIONS], _INSTEAD)
     return {name: attention[name] for name in ("device", "dtype") if name in attention}
 
 

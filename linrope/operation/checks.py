@@ -144,7 +144,7 @@ def _map_by_name(name: str, d: int) -> FeatureMap:
 def check_rotary_type(rotary: object) -> None:
     if rotary is not None and not isinstance(rotary, Rotary):
         raise TypeError(
-            f"rotary: got {type(rotary).__name__}, expected a Rotary, such as Rotary(dim, layout='half'), or None"
+            f"rotary: got {type(rotary).__name__}, expected a Rotary, such as Rotary(dim), or None"
         )
 
 

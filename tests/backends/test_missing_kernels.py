@@ -44,12 +44,14 @@ def test_missing_kernels_are_announced_once_with_the_reason(call: Callable[[], o
         warnings.simplefilter("always")
         for again in (call, call, attend, layer_call):
             again()
-    assert [str(x.message) for x in seen] == [MESSAGE]
+    assert [(str(x.message), x.filename) for x in seen] == [(MESSAGE, __file__)]
 
 
-def compiled() -> Tensor:
-    function: Callable[[], Tensor] = torch.compile(attend, backend="eager", fullgraph=True)
-    return function()
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_compiled_call_announces_them_too(fullgraph: bool) -> None:
+    torch.compiler.reset()
+    with pytest.warns(RuntimeWarning, match="not built"):
+        torch.compile(attend, backend="eager", fullgraph=fullgraph)()
 
 
 def on_meta() -> Tensor:
@@ -65,11 +67,9 @@ def on_meta() -> Tensor:
         pytest.param(lambda: attend(dtype=torch.float64), id="float64, which no kernel takes"),
         pytest.param(lambda: attend(300), id="300 features, which no kernel takes"),
         pytest.param(on_meta, id="a device without kernels"),
-        compiled,
     ],
 )
 def test_calls_without_kernels_in_any_case_announce_nothing(call: Callable[[], object]) -> None:
-    torch.compiler.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         call()

@@ -200,7 +200,7 @@ WRONG = {
     "train {text} --out {text}": "text.txt is a file, expected a folder",
     "train {text} --out {text}/run --steps 1 {small}": "text.txt",
     "train {text} --out {tmp}/\udcff": r"\udcff': expected a path in UTF-8",
-    "train {text} --out {tmp}/none --resume": "expected a folder with checkpoints",
+    "train {text} --out {tmp}/none --resume": "none: no such folder; expected that of a run, or no --resume",
 } | ({} if find_spec("transformers") is None else {"train {text} --tokenizer {tmp}/none": "{tmp}/none"})
 
 

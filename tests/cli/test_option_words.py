@@ -56,7 +56,7 @@ def only_the_model(monkeypatch, tmp_path, text) -> None:
     end = Mock(side_effect=typer.Exit(0))
     monkeypatch.setattr("linrope.cli.run.accelerator_on", Mock())
     monkeypatch.setattr("linrope.cli.run.LanguageModel", meta)
-    monkeypatch.setattr("linrope.cli.run.Corpus", Mock(load=Mock(return_value=Mock(vocab_size=256))))
+    monkeypatch.setattr("linrope.cli.run.Corpus", Mock(load_source=Mock(return_value=Mock(vocab_size=256))))
     monkeypatch.setattr("linrope.cli.run.Trainer", end)
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -191,13 +191,19 @@ def test_bytes_a_text_to_hold_out_and_standard_input(run, refused, tmp_path, mon
     assert "all of" in run("eval --checkpoint {tmp}/run --length 4 {tmp}/a.bin")
 
     reset(reset_partial_state=True)
-    monkeypatch.setattr("sys.stdin", io.StringIO("To be, or not to be. " * 50))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"To be, or not to be. " * 50)))
     stdin = "train - --out {tmp}/stdin --steps 1 {small} "
-    assert "on cpu, float32; standard input: 999 bytes to train on, 53 bytes held out" in run(stdin)
+    assert "on cpu, float32; standard input: 998 bytes to train on, 52 bytes held out" in run(stdin)
     assert "does not record the text it was trained on" in refused("train --out {tmp}/stdin --resume")
-    assert "-: standard input is text without --held-out or --binary" in refused(
-        "train - --binary --out {tmp}/x {small}"
-    )
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff" * 900)))
+    assert "standard input: expected UTF-8 text, or --binary" in refused("train - --out {tmp}/x {small}")
+
+
+def test_a_run_without_a_checkpoint_starts_anew_and_others_keep_their_interval(run, tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    assert "has no checkpoint yet, so the run starts anew" in run(TRAIN + "--resume --steps 2 --save-every 2")
+    run("train --out {tmp}/run --resume --steps 5")
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000004", "step-00000005"]
 
 
 LONG = """

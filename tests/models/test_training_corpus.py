@@ -1,5 +1,6 @@
 """What is read, how it is cut into rows, and that rows are a function of (seed, number)."""
 
+import io
 import json
 import sys
 import time
@@ -141,11 +142,11 @@ def test_an_absent_or_empty_corpus_is_refused(tmp_path: Path) -> None:
 
 def test_a_text_that_is_too_short_to_train_on_says_what_its_parts_hold(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("tiny text")
-    parts = "a.txt: got 9 bytes to train on and 0 to hold out, a twentieth of the text; expected at least 2 of each"
+    parts = "a.txt: got 9 bytes to train on and 0 held out; expected at least 2 of each"
     with pytest.raises(ValueError, match=parts):
         Corpus.load(tmp_path / "a.txt")
     assert documents(Corpus.load(tmp_path / "a.txt", for_training=False).all()) == [b"tiny text"]
-    with pytest.raises(ValueError, match="texts: got 3 tokens to train on and 1 to hold out"):
+    with pytest.raises(ValueError, match="texts: got 3 tokens to train on and 1 held out"):
         Corpus.from_texts(["to be"], tokenizer=make_tokenizer(tmp_path))
 
 
@@ -291,6 +292,11 @@ def test_bytes_in_memory_or_in_files_are_the_tokens(make, tmp_path: Path) -> Non
         ),
         (lambda: Corpus.from_bytes(b"ab"), r"documents: got one of type bytes, .*: \[document\]"),
         (lambda: Corpus.from_bytes(np.zeros(9, np.uint8)), "documents: got one of type ndarray"),
+        (
+            lambda: Corpus.from_bytes(io.BytesIO(b"ab")),
+            r"documents: got one of type BytesIO, .*: \[document\]",
+        ),
+        (lambda: Corpus.from_texts({"text": ["ab"]}), "texts: got a dict, expected one string per document"),
         (
             lambda: Corpus.from_bytes(["ab", "cd"]),
             "document 0 is a str of .* Corpus.from_texts takes strings",

@@ -102,7 +102,7 @@ def fits(row: Row) -> bool:
         # Their normalizer may be 0, and the rotated numerator's rounding is then divided by eps.
         row["normalize"] == "yes" and row["feature_map"] in ("relu", "relu2") and row["eps"] == "small",
         "erase" in given and (row["normalize"] == "yes" or row["causal"] == "bidirectional" or rotary == "xpos"),
-        "erase" in given and (is_scaled(row["feature_map"]) or has_long_keys(row["feature_map"])),
+        "erase" in given and (is_scaled(row["feature_map"]) or is_elementwise(row["feature_map"])),
         before and row["log_decay"].startswith("per unit"),
     ))  # fmt: skip
 
@@ -122,8 +122,8 @@ def is_scaled(label: str) -> bool:
     return label != "features" and made_once(label).log_scaled
 
 
-def has_long_keys(label: str) -> bool:
-    return label != "features" and made_once(label).long_keys
+def is_elementwise(label: str) -> bool:
+    return label != "features" and made_once(label).elementwise is not None
 
 
 def make_map(label: str, d: int, h: int, g: int) -> FeatureMap:
@@ -197,6 +197,12 @@ def problem(
     if h == keys:
         v = randoms(b, m, g, e, dtype=dtype, seed=1)[2]
     fmap = None if row["feature_map"] == "features" else make_map(row["feature_map"], d, h, keys)
+    if (
+        fmap is not None and fmap.long_keys and row["erase"] != "none"
+    ):  # such maps are refused, their features are not
+        places = (torch.arange(x)[None] for x in (n, m))
+        q, k = (x.detach().to(dtype) for x in fmap(q, k, *places))
+        d, fmap = fmap.feature_dim, None
     if fmap is None and values["normalize"]:
         q, k = q.abs(), k.abs()
     order = "before" if rotary.startswith("before") else "after"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, linear_rope_attention
+from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
 from linrope.cli.bench import checks
 from linrope.common.private_names import softmax_kernel
 from linrope.decode import prepare, prepare_attention, why_not
@@ -143,15 +143,17 @@ class AttentionCase:
         generator = torch.Generator().manual_seed(1)
         gates = torch.rand(1, self.n, self.heads, generator=generator).log().div(8)
         steps = torch.randn(1, self.n, self.heads, self.dim // 2, generator=generator)
-        shares = torch.rand(1, self.n, self.heads, generator=generator)
-        psi = self.options["feature_map"].keys(self.inputs[1].detach())
-        # Less than makes the state grow; it is written, too, as in Gated DeltaNet
-        erase = shares / psi.square().sum(-1).amax(0, keepdim=True).to(shares)
+        erase = torch.rand(1, self.n, self.heads, generator=generator)
+        unit = {
+            "feature_map": feature_maps.make("unit", self.dim, activation="elu+1"),
+            "rotary": Rotary(self.dim),
+        }
         return {
             "decay": {"decay": torch.linspace(0.9, 1, self.heads)},
             "log_decay": {"log_decay": gates.requires_grad_()},
             "angle_steps": {"angle_steps": steps.requires_grad_()},
-            "erase": {"erase": erase.requires_grad_(), "write": erase, "normalize": False},
+            # What is erased is written, too, as in Gated DeltaNet
+            "erase": {"erase": erase.requires_grad_(), "write": erase, "normalize": False, **unit},
             "packed": {"cu_seqlens": torch.arange(0, self.n + 1, 128)},
         }
 

@@ -89,9 +89,13 @@ class LinRopeCache(Cache):
         self.layers += [StateLayer() for _ in range(config.num_hidden_layers)]
         self.length = 0
 
+    @property
+    def nbytes(self) -> int:
+        """The size of all states in bytes."""
+        return sum(layer.state.nbytes for layer in self.layers if layer.state is not None)
+
     def __repr__(self) -> str:
-        size = sum(layer.state.nbytes for layer in self.layers if layer.state is not None)
-        return f"LinRopeCache({len(self.layers)} layers, {self.length} tokens, {size:,} bytes)"
+        return f"LinRopeCache({len(self.layers)} layers, {self.length} tokens, {self.nbytes:,} bytes)"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The number of tokens seen so far, padding included."""

@@ -34,6 +34,21 @@ _OTHER_NAMES = {
     "bias": "attention_bias",
     "causal": "is_causal",
 }
+# Names of other models, which transformers would keep without a word
+_FOREIGN_NAMES = {
+    **dict.fromkeys(("n_layer", "n_layers", "depth"), "num_hidden_layers"),
+    **dict.fromkeys(("n_embd", "d_model", "dim"), "hidden_size"),
+    **dict.fromkeys(("n_head", "n_heads"), "num_attention_heads"),
+    "n_positions": "max_position_embeddings",
+}
+# Options of Llama's that have one value here
+_LLAMAS = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "dropout": 0.0,
+    "sliding_window": None,
+}
 _LACKING = {"context_dim", "backend"}
 # Options of LayerConfig that have the same names here, besides head_dim.
 CHOICES = [name for name in OPTIONS if name not in {"head_dim", *_LACKING, *_OTHER_NAMES}]
@@ -232,13 +247,16 @@ def _check_unknown(options: dict[str, Any]) -> None:
 
     transformers keeps unknown ones, because tools add options of their own to configs.
     """
-    known = [*LinRopeConfig.__annotations__, *CHOICES]
+    known = [*LinRopeConfig.__annotations__, *CHOICES, "full_attention_interval"]
     for name in options.keys() - set(CHOICES):
+        if options[name] != (only := _LLAMAS.get(name, options[name])):
+            raise ValueError(f"{name}={options[name]!r}: expected {only!r}, or no such option")
         if name in _LACKING:
             raise ValueError(
                 f"config: got {name!r}, an option of LinearRoPEAttention that LinRopeConfig lacks"
             )
-        near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else get_close_matches(name, known, 1, 0.85)
+        names = _OTHER_NAMES | _FOREIGN_NAMES
+        near = [names[name]] if name in names else get_close_matches(name, known, 1, 0.85)
         if near and name not in PreTrainedConfig.__annotations__ and not hasattr(PreTrainedConfig, name):
             raise ValueError(f"config: got the unknown option {name!r}; did you mean {near[0]!r}?")
 

@@ -1,5 +1,6 @@
 """Reads texts as tokens and splits them into a training part and a held-out part."""
 
+import io
 import os
 import sysconfig
 import zlib
@@ -192,9 +193,9 @@ class Corpus:
             TypeError: texts is a single string, or one of them is not a string.
             ValueError: there is too little text.
         """
-        if isinstance(texts, str):
+        if isinstance(texts, str | Mapping):
             raise TypeError(
-                "texts: got a str, expected one string per document: [text] for a single document"
+                f"texts: got a {type(texts).__name__}, expected one string per document: [text] for a single document"
             )
         documents = []
         for index, text in enumerate(texts):
@@ -218,7 +219,8 @@ class Corpus:
         >>> Corpus.from_bytes(torch.randint(256, (3, 100), dtype=torch.uint8))
         Corpus(documents: 200 bytes to train on, 100 bytes held out)
         """
-        if isinstance(documents, str | bytes | bytearray | memoryview) or getattr(documents, "ndim", 2) == 1:
+        one = isinstance(documents, str | bytes | bytearray | memoryview | io.IOBase)
+        if one or getattr(documents, "ndim", 2) < 2:
             raise TypeError(
                 f"documents: got one of type {type(documents).__name__}, expected one per document: [document] for a "
                 "single document"
@@ -328,8 +330,8 @@ def _check_parts(corpus: Corpus) -> None:
         raise ValueError(f"{corpus.name}: got no text, expected some to train on and some to hold out")
     if len(train) < 2 or len(held_out) < 2:
         raise ValueError(
-            f"{corpus.name}: got {corpus.count(len(train))} to train on and {len(held_out)} to hold out, a twentieth "
-            "of the text; expected at least 2 of each: a longer text"
+            f"{corpus.name}: got {corpus.count(len(train))} to train on and {len(held_out)} held out; expected at "
+            "least 2 of each: a longer text"
         )
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -269,8 +269,8 @@ class Trainer:
         bits = float(self.processes.sum(total, "cp")) / math.log(2)
         return bits / max(1, count) / text.bytes_per_token
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Writes folder/step-N completely or not at all. Every process must call it.
+    def save(self, folder: str | os.PathLike[str], notes: Mapping[str, str] | None = None) -> Path:
+        """Writes folder/step-N completely or not at all. Every process must call it. notes: for its metadata.
 
         Of this run's checkpoints in the folder, the last two are kept; after ``load``, all of its checkpoints count as
         this run's. An existing step-N is replaced, and what killed runs left half-written is removed.
@@ -287,6 +287,7 @@ class Trainer:
             for name, state in optimizer.get("state", {}).items():  # empty except in the main process
                 tensors |= {f"{key}.{name}": value for key, value in state.items()}
         metadata = {
+            **(notes or {}),
             "step": str(self.step),
             "config": json.dumps(asdict(self.config)),
             "processes": str(self.processes.row_groups),
