@@ -14,18 +14,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from linrope.common.argument_checks import check_sizes
+from linrope.common.argument_checks import check_integers, check_sizes
 from linrope.common.files import parse_json
 from linrope.decode.parts import DecodableModel
 from linrope.decode.serving_models import serving_model
 from linrope.decode.text import Decoder, TextStream, encode
-from linrope.layer.states import read_states, write_states
+from linrope.layer.states import forms, read_states, write_states
 
 _SESSION = "linrope.Session"
 
@@ -141,6 +142,12 @@ class Engine:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel or another module")
+        check_integers(slots=slots, queue=queue, budget=budget)
+        if tokenizer is not None and not hasattr(tokenizer, "eos_token_id"):
+            raise TypeError(
+                f"tokenizer: got {type(tokenizer).__name__}, expected one of transformers, such as "
+                "PreTrainedTokenizerFast(tokenizer_object=tokenizer)"
+            )
         for name, value, least in (("slots", slots, 1), ("queue", queue, 0), ("budget", budget, 16)):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: expected at least {least}")
@@ -158,6 +165,11 @@ class Engine:
             raise ValueError(
                 f"tokenizer: got {tokens} tokens, expected at most the model's {self.vocab_size}"
             )
+        # A table of positions ends there, and beyond it any other model is outside of what it was trained on.
+        of_transformers = not isinstance(model, DecodableModel) and not hasattr(model, "with_states")
+        self.longest: int | None = (
+            getattr(config, "max_position_embeddings", None) if of_transformers else None
+        )
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         self.ends = {getattr(tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])}
         self.budget = budget or self.measured_budget()
@@ -188,8 +200,8 @@ class Engine:
 
     def measured_budget(self, seconds: float = 0.015) -> int:
         """The number of prompt tokens that the model reads in this time: a power of two, 64 to 4096."""
-        budget = 64
-        while budget < 4096 and min(self.seconds_to_read(2 * budget) for _ in range(3)) <= seconds:
+        budget, longest = 64, min(4096, self.longest or 4096)
+        while budget < longest / 2 and min(self.seconds_to_read(2 * budget) for _ in range(3)) <= seconds:
             budget *= 2
         return budget
 
@@ -226,9 +238,15 @@ class Engine:
                 "layers that are not linear layers of linrope"
             )
         if generation.states is not None and empty is not None:
-            shapes, expected = ([x.sums.kv.shape for x in y] for y in (generation.states, empty))
-            if shapes != expected:
-                raise ValueError(f"states: got shapes {shapes}, expected {expected}")
+            found, expected = forms(generation.states), forms(empty)
+            if different := [pair for pair in zip_longest(found, expected) if pair[0] != pair[1]]:
+                raise ValueError("states: got {}, expected {} in a layer".format(*different[0]))
+        tokens = len(generation.unread) + generation.max_tokens
+        if self.longest is not None and tokens > self.longest:
+            raise ValueError(
+                f"unread, max_tokens: got {tokens} tokens together, expected at most {self.longest}, the model's "
+                "max_position_embeddings"
+            )
         generation.decoder = Decoder(self.tokenizer, generation.unread)
         with self.changed:
             room = len(self.running) + len(self.waiting) < self.slots + self.queue
@@ -315,9 +333,9 @@ class Engine:
 
     def join(self, generation: Generation) -> None:
         """Gives a generation a slot, with its states or empty ones."""
+        self.serving.join(self.free[-1], generation.states)
         generation.slot = self.free.pop()
         self.running.append(generation)
-        self.serving.join(generation.slot, generation.states)
 
     def leave(self, generation: Generation) -> None:
         """Frees the slot of a generation."""

@@ -46,7 +46,9 @@ class WithCache(nn.Module):
         """Raises ValueError for a model such as MiniMax's, which forgets its cache if it reads more than one token."""
         tokens = torch.arange(8, device=next(self.parameters()).device)[None]
         whole, (_, states) = self(tokens)[0], self(tokens[:, :5])
-        if (self(tokens[:, 5:], states)[0] - whole[:, 5:]).abs().max() > 0.2 * whole.abs().max():
+        # Rounding alone: in half precision it may lead a mixture of experts to other experts.
+        allowed = 1e-3 if whole.dtype == torch.float32 else 0.1
+        if (self(tokens[:, 5:], states)[0] - whole[:, 5:]).abs().max() > allowed * whole.abs().max():
             raise ValueError(
                 f"model: got {type(self.model).__name__}, whose logits of a text in pieces are not those of the whole "
                 "text; expected a model that continues from its cache with any number of tokens"

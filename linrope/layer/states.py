@@ -46,6 +46,18 @@ def load_states(path: str | os.PathLike[str], device: torch.device | str | None 
     return read_states(path, _FORMAT, device)[0]
 
 
+def forms(states: object) -> list[Any]:
+    """What tells the states of one model from those of another: their kinds, and the shapes of their tensors."""
+    if not isinstance(states, list | tuple):
+        raise TypeError(f"states: got {type(states).__name__}, expected a list with a LayerState per layer")
+    return [
+        {"identity": x.identity} | {name: tuple(y.shape) for name, y in x.tensors().items()}
+        if isinstance(x, LayerState)
+        else type(x).__name__
+        for x in states
+    ]
+
+
 def write_states(
     path: str | os.PathLike[str],
     kind: str,
@@ -53,6 +65,10 @@ def write_states(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """``save_states`` in a file of this kind, with further metadata. None: a layer that has read no token."""
+    if isinstance(states, str) or not isinstance(states, Sequence):
+        raise TypeError(
+            f"states: got {type(states).__name__}, expected a list with one per block, then the path"
+        )
     tensors: dict[str, Tensor] = {}
     texts = {**(metadata or {}), "format": kind, "version": str(_VERSION), "layers": str(len(states))}
     for i, state in enumerate(states):

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,6 +138,8 @@ def export_onnx(
     """
     check_name("operators", operators, tuple(OPERATORS))
     check_sizes(tokens_per_call=tokens_per_call)
+    if not (folder := Path(path).parent).is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder")
     backend, oldest = OPERATORS[operators]
     for package in ("onnx", "onnxscript"):
         need(package, "linrope[export]")

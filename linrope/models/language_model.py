@@ -194,6 +194,10 @@ class LanguageModel(nn.Module):
             )
         if states and cu_seqlens is not None and self.config.attention == "softmax":
             raise ValueError("states: got a list with cu_seqlens, expected None with attention='softmax'")
+        if not isinstance(states, list | tuple | None):
+            raise TypeError(
+                f"states: got {type(states).__name__}, expected a list with one per block, as load_states reads it"
+            )
         if states is not None and len(states) != len(self.blocks):
             raise ValueError(f"states: got {len(states)}, expected one per block, {len(self.blocks)}")
         b, n = tokens.shape

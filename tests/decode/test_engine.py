@@ -310,14 +310,28 @@ def test_a_session_s_file_with_other_things_than_tokens_is_refused(model, tmp_pa
 def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> None:
     engine = make(model, slots=2)
     two_rows = [state.reorder(torch.tensor([0, 0])) for state in engine.serving.empty]
-    for states in (two_rows, engine.serving.empty * 2):
-        with pytest.raises(ValueError, match="states: got shapes"):
+    others = [tiny(**x)(torch.zeros(1, 0).long())[1] for x in ({"short_conv": None}, {"feature_map": "relu"})]
+    for states in (two_rows, engine.serving.empty * 2, *others, [1, 2], "two"):
+        with pytest.raises((TypeError, ValueError), match="states: got .*expected"):
             engine.submit(Generation([1], states=states))
     generation = Generation([1], max_tokens=1)
     assert engine.submit(generation)
     for _ in range(2):
         with pytest.raises(ValueError, match="submitted before"):
             engine.submit(generation)
+        engine.step()
+
+
+def test_a_request_past_a_model_s_positions_is_refused_and_harms_no_other() -> None:
+    config = hf.GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2, n_positions=48)
+    engine = make(hf.GPT2LMHeadModel(config), slots=2, budget=None)
+    other = Generation([1] * 20, max_tokens=20)
+    assert engine.submit(other)
+    with pytest.raises(
+        ValueError, match="unread, max_tokens: got 49 tokens together, expected at most 48, the model's"
+    ):
+        engine.submit(Generation([1] * 40, max_tokens=9))
+    while other.finish_reason is None:
         engine.step()
 
 
