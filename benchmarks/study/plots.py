@@ -135,9 +135,7 @@ def _price(found: dict[str, Rows], times: dict[str, Any], panels: Any) -> None:
             panels[1].plot(x, at, "o", color=color, markersize=9, markerfacecolor=full, markeredgewidth=2)
     panels[0].set_yticks(range(len(rows)), [row[0] for row in rows])
     panels[0].set(xlabel="bits per byte (less is better)")
-    panels[1].set(
-        xscale="log", xlabel="training time, default block = 1\nhollow: in plain PyTorch"
-    )
+    panels[1].set(xscale="log", xlabel="training time, default block = 1\nhollow: in plain PyTorch")
     ticks = [0.5, 1, 2, 4, 8, 16]
     panels[1].set_xticks(ticks, [f"{x:g}" for x in ticks])
     panels[1].minorticks_off()
@@ -225,5 +223,7 @@ def _look_up(found: dict[str, Rows], shown: Sequence[_Panel], panels: Any) -> No
         axes.grid(axis="x")
     panels[0].set_xlabel("share of right answers", fontsize=14)
     panels[0].set_yticks(range(len(names)), [MODELS[model][0] for model in names])
-    guessing = Line2D([], [], linestyle=":", color=PINK, label="guessing; in recall, one of the values of the row")
+    guessing = Line2D(
+        [], [], linestyle=":", color=PINK, label="guessing; in recall, one of the values of the row"
+    )
     _kinds(panels, [guessing])
