@@ -1,6 +1,6 @@
 """The table of backends, and the rule that chooses one for a call."""
 
-import sys
+import inspect
 import warnings
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from linrope.backends import bridge, eager, equation, native, onnx
 from linrope.backends.protocol import Backend
 from linrope.common.argument_checks import check_name
-from linrope.common.private_names import forward_mode
+from linrope.common.private_names import called_while_traced, forward_mode
 from linrope.common.tracing import exporting, exporting_to_onnx, has_tangents
 from linrope.recurrence.call import Call, Resolved, differentiable, option_beyond
 from linrope.recurrence.state import LinearAttentionState
@@ -80,7 +80,7 @@ def _auto(call: Call) -> list[str]:
     return _AUTO["cpu" if call.k.device.type == "cpu" else "cuda"]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # so it runs while a call is traced
+@called_while_traced
 def _announce(candidate: str, device: str, reason: str) -> None:
     """Warns if this backend cannot run a call on the device because its kernels cannot run on this machine."""
     if device in _AUTO and reason == kernels_here().get(candidate):
@@ -107,8 +107,8 @@ def warn_of_missing(name: str, reason: str) -> None:
 
 def _level_of_the_caller() -> int:
     """The stacklevel, for the function that asks, of the first call from outside linrope and PyTorch."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("linrope.", "torch.")):
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("linrope.", "torch.")):
         level, frame = level + 1, frame.f_back
     return level
 

@@ -4,7 +4,8 @@ A release may rename any of them. Each stands here with the reason why no public
 override a private method of transformers are in ``linrope/models/huggingface/modeling.py``: its models are made so.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 # torch.export.register_dataclass registers a class as a pytree, but cannot leave out what is no tensor.
 from torch.utils import _pytree as pytree
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 __all__ = ["FakeTensor", "FakeTensorMode", "is_functorch_wrapped_tensor", "pytree"]
 
@@ -51,6 +54,15 @@ def compiled_for_export() -> bool:
 def forward_mode() -> bool:
     """True inside forward-mode differentiation. The public way looks at each tensor, which short calls notice."""
     return forward_ad._current_level >= 0
+
+
+def called_while_traced(function: Function) -> Function:
+    """Has torch.compile call this function while it traces, and take its result for a constant.
+
+    The public torch.compiler.assume_constant_result does the same, but imports torch._dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def version_of(x: Tensor) -> int:

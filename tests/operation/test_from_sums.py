@@ -114,7 +114,7 @@ def test_other_calls_copy_swapped_memory() -> None:
         ({"feature_map": "elu"}, ValueError, "feature_map='elu'"),
         ({"feature_map": "dpfp"}, ValueError, "feature_map='dpfp': got kv of 4 features, expected the object"),
         ({"rope_order": "during"}, ValueError, "rope_order='during'"),
-        ({"rotary": "half"}, TypeError, "rotary: got str, expected a Rotary, such as Rotary.dim, layout='half'"),
+        ({"rotary": "half"}, TypeError, "rotary: got str, expected a Rotary, such as Rotary.dim"),
     ],
 )  # fmt: skip
 def test_bad_sums(change: dict[str, Any], error: type[Exception], message: str) -> None:
