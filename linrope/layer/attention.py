@@ -4,7 +4,6 @@ b batch, n queries, m keys, h query heads, g key/value heads, d head dim, f feat
 """
 
 import math
-from fractions import Fraction
 from typing import Any, Literal, overload
 
 import torch
@@ -20,7 +19,7 @@ from linrope.layer.config import DEFAULTS, LayerConfig
 from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.fitting import check_context, check_inputs, check_parts, check_wide
 from linrope.layer.keywords import layer_config
-from linrope.layer.mixer import Mixer
+from linrope.layer.mixer import Mixer, rotary_in_words
 from linrope.layer.options import map_in_words
 from linrope.layer.selective import EraseGate, ForgetGate, WriteGate
 from linrope.layer.state import LayerState, next_state
@@ -210,17 +209,11 @@ class LinearRoPEAttention(Mixer):
 
     def extra_repr(self) -> str:
         """The sizes and options that are not modules, in one line."""
-        text = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
-        if self.num_state_heads != self.num_kv_heads:
-            text += f", value_heads={self.num_state_heads}"
-        if self.value_head_dim != self.head_dim:
-            text += f", value_head_dim={self.value_head_dim}"
+        text = super().extra_repr()
         text += f", feature_map={self.feature_map.elementwise or type(self.feature_map).__name__}"
         if self.rotary is not None:
-            base = "" if self.rotary.base == 10000.0 else f" base={self.rotary.base}"
             selective = "" if self.angle_steps is None else "selective "
-            share = Fraction(self.rotary.rotary_dim, self.rotary.dim)
-            text += f", rotary={selective}{self.rotary.layout}{'' if share == 1 else f' {share}'}{base}"
+            text += f", rotary={selective}{rotary_in_words(self.rotary)}"
         elif self.angle_steps is not None:
             text += f", rotary={type(self.angle_steps).__name__}"
         else:

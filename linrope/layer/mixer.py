@@ -4,6 +4,7 @@ b batch, n queries, m keys, h query heads, g key/value heads, d head dim, e valu
 """
 
 from dataclasses import asdict
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from linrope.layer.short_convolution import ShortConvolution
 from linrope.operation import checks
 from linrope.operation.shards import LayerShard
 from linrope.ops import gated_norm
+from linrope.rotation.rotary import Rotary
 
 
 class Mixer(nn.Module):
@@ -59,6 +61,15 @@ class Mixer(nn.Module):
     def norm_over(self) -> str | None:
         """What the output norm is over, "head" or "all"; None without one."""
         return None if self.out_norm is None else self.out_norm.over
+
+    def extra_repr(self) -> str:
+        """The sizes, in one line."""
+        text = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        if self.num_state_heads != self.num_kv_heads:
+            text += f", value_heads={self.num_state_heads}"
+        if self.value_head_dim != self.head_dim:
+            text += f", value_head_dim={self.value_head_dim}"
+        return text
 
     @torch.no_grad()
     def _reset_direct_parameters(self) -> None:
@@ -145,3 +156,10 @@ class Mixer(nn.Module):
             raise ValueError(
                 f"state: got conv of (taps - 1, channels) = {got}, expected {expected} for this layer"
             )
+
+
+def rotary_in_words(rotary: Rotary) -> str:
+    """The layout, the share of features that it rotates, and another base than 10,000."""
+    share = Fraction(rotary.rotary_dim, rotary.dim)
+    base = "" if rotary.base == 10000.0 else f" base={rotary.base}"
+    return f"{rotary.layout}{'' if share == 1 else f' {share}'}{base}"

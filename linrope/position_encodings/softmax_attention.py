@@ -13,7 +13,7 @@ from linrope.common.keywords import check_keywords, shows
 from linrope.layer.config import DEFAULTS, SHARED, LayerConfig
 from linrope.layer.fitting import check_inputs
 from linrope.layer.key_value_state import KeyValueState
-from linrope.layer.mixer import Mixer
+from linrope.layer.mixer import Mixer, rotary_in_words
 from linrope.layer.typed_options import SharedOptions
 from linrope.operation.checks import check_mask, check_packing
 from linrope.operation.positions import resolve_positions, spell_out_positions
@@ -80,6 +80,11 @@ class SoftmaxAttention(Mixer):
         self.encoding = _make(positions, self.num_heads, self.head_dim, self.value_head_dim)
         if isinstance(self.encoding, nn.Module):
             self.encoding.to(device=device, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        """The sizes and the rotation, in one line."""
+        rotary = f", rotary={rotary_in_words(self.encoding)}" if isinstance(self.encoding, Rotary) else ""
+        return super().extra_repr() + rotary + ("" if self.causal else ", causal=False")
 
     def forward(
         self,

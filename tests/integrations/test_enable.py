@@ -115,6 +115,7 @@ def test_the_page_names_all_families_that_are_refused_with_a_reason() -> None:
         ("mmba2", ValueError, "families='mmba2': expected one of .* did you mean 'mamba2'"),
         ("../x", ValueError, "families='../x': expected one of .*lfm3$"),
         ("granite", ValueError, "does not run; expected one of .* did you mean 'granitemoehybrid'"),
+        ("Ling 3", ValueError, "did you mean 'bailing_hybrid'"),
         ("Granite 4.0-H", ValueError, "expected one of .* did you mean 'granitemoehybrid'"),
         ("kimi", ValueError, "expected one of .* did you mean 'kimi_linear'"),
         ("Qwen/Qwen3.5-0.8B", ValueError, r"did you mean 'qwen3_5'\?$"),

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from linrope import LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
+from linrope.position_encodings import SoftmaxAttention
 from tests.layer.cases import ALL, GATED, by_hand, every_option, inputs, make, numbers
 
 
@@ -162,6 +163,8 @@ def test_repr_says_what_the_layer_is_in_a_line() -> None:
         ({"feature_map": feature_maps.FavorPlus(4, seed=3)}, ["FavorPlus(4, num_features=8, seed=3)"]),
     ):
         assert all(part in repr(LinearRoPEAttention(16, 4, **options)) for part in parts)
+    softmax = SoftmaxAttention(16, 4, num_kv_heads=2, causal=False)
+    assert softmax.extra_repr() == "heads=4, kv_heads=2, head_dim=4, rotary=interleaved, causal=False"
 
 
 def test_positions_on_a_grid_go_through_the_layer() -> None:

@@ -37,6 +37,8 @@ NOT_RUN = dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA1) | 
     "xlstm": "its mLSTM divides by the larger of |q . n| and 1, and its exponential gates require a running maximum",
 }
 
+_CALLED = {"ling": "bailing_hybrid", "codestral": "mamba2"}  # by model, where no family begins so
+
 _log = logging.getLogger("linrope.integrations.transformers")
 _Function = Callable[..., Any]
 
@@ -262,11 +264,9 @@ def _check_families(families: tuple[object, ...]) -> None:
 def _alike(name: str) -> list[str]:
     """The families whose names begin as this one: granitemoehybrid for "granite" and for "Granite 4.0-H"."""
     wanted = re.sub("[^a-z0-9]", "", name.rpartition("/")[2].lower())
-    names = {family: family.replace("_", "") for family in FAMILIES}
+    names = [*((family.replace("_", ""), family) for family in FAMILIES), *_CALLED.items()]
     for start in (wanted, re.split("[0-9]", wanted)[0]):
-        found = [
-            family for family, x in names.items() if start and (x.startswith(start) or start.startswith(x))
-        ]
+        found = [family for x, family in names if start and (x.startswith(start) or start.startswith(x))]
         if found:
             return found
     return []
