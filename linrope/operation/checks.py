@@ -255,7 +255,9 @@ def check_erase(call: Call, v: Tensor, fmap: FeatureMap | None) -> None:
             "rotary=None and normalize=False"
         )
     features = ", or None if q and k are features already"
-    check_parts_with_erase(fmap, call.rotary, repr(call.feature_map), "erase", features)
+    given = call.feature_map
+    name = repr(given) if isinstance(given, str) else type(given).__name__
+    check_parts_with_erase(fmap, call.rotary, name, "erase", features)
 
 
 def check_parts_with_erase(
