@@ -254,7 +254,7 @@ def check_erase(call: Call, v: Tensor, fmap: FeatureMap | None) -> None:
             "the normalizer can vanish; if you need its output, divide by that of a second call with values of 1, "
             "rotary=None and normalize=False"
         )
-    features = ", or None if q and k are features already"
+    features = ", or None if q and k are features already, with keys of length 1"
     given = call.feature_map
     name = repr(given) if isinstance(given, str) else type(given).__name__
     check_parts_with_erase(fmap, call.rotary, name, "erase", features)

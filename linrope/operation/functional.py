@@ -123,7 +123,7 @@ def linear_rope_attention(
             place of w_t v_t. None: 0. Requires causal=True and normalize=False, and allows no xPos. The state has no
             z. It stays bounded only if b_t |psi(k_t)|^2 <= 2: take feature_map="unit" and b <= 2, or divide b by
             |psi(k_t)|^2 and pass features with feature_map=None. Maps whose keys may be longer, such as the default,
-            and maps with a log_scale are refused.
+            and maps with a log_scale are refused. With feature_map=None nothing checks the keys: long ones lead to NaN.
         positions: integers (n,) or (b, n), 0 .. 2^31 - 1. Default: 0, 1, .., or the positions that follow the
             state. If rotary has axes they are required, (n, axes) or (b, n, axes). For padded batches (left or right):
             ``(key_mask.cumsum(1) - 1).clamp(min=0)``.

@@ -74,7 +74,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
       for x in ("exp", "softmax")),
     *(({"erase": zeros(1, N, G), "normalize": False, "feature_map": x},
        f"feature_map='{x}': with erase keys must have length 1, or the state grows without bound; expected 'unit', "
-       "which may have an activation, or None if q and k are features already")
+       "which may have an activation, or None if q and k are features already, with keys of length 1")
       for x in ELEMENTWISE if x != "exp"),
     *(({name: zeros(1, N, G, 2).to("meta")}, f"{name}: got device meta") for name in DATA),
     *(({name: zeros(1, N + 1, G, 2)}, f"{name}: got shape (1, 6, 2, 2), expected (b or 1, ") for name in DATA),
