@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class SoftmaxPool:
     """
 
     empty = None
+    failed: ClassVar[dict[int, Exception]] = {}
 
     def __init__(self, model: LanguageModel, slots: int, longest: int) -> None:
         self.model, self.slots, self.longest, self.pool = model, slots, longest, []

@@ -25,7 +25,7 @@ from linrope.common.argument_checks import check_integers, check_sizes
 from linrope.common.files import parse_json
 from linrope.decode.parts import DecodableModel
 from linrope.decode.serving_models import serving_model
-from linrope.decode.text import Decoder, TextStream, encode
+from linrope.decode.text import Decoder, TextStream, check_tokens, encode
 from linrope.layer.states import forms, read_states, write_states
 
 _SESSION = "linrope.Session"
@@ -64,7 +64,7 @@ class Generation:
     submitted: bool = False
     slot: int = -1  # the row in the pools, while it runs
     generated: int = 0
-    finish_reason: str | None = None  # "stop", "length", or None: not finished
+    finish_reason: str | None = None  # "stop", "length", "error", or None: not finished
     cancelled: bool = False  # set it to free the slot before the next step
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ class Engine:
             raise ValueError(
                 f"tokenizer: got {tokens} tokens, expected at most the model's {self.vocab_size}"
             )
-        # A table of positions ends there, and beyond it any other model is outside of what it was trained on.
+        # Beyond it a model with a table of positions fails, and any other was not trained.
         of_transformers = not isinstance(model, DecodableModel) and not hasattr(model, "with_states")
         self.longest: int | None = (
             getattr(config, "max_position_embeddings", None) if of_transformers else None
@@ -211,7 +211,7 @@ class Engine:
         self.read([Generation([0] * count, slot=0)], count)[1].cpu()  # which waits for a GPU
         seconds = time.perf_counter() - start
         self.serving.leave(0)
-        return seconds
+        return seconds if self.serving.failed.pop(0, None) is None else math.inf  # too long for the model
 
     def submit(self, generation: Generation) -> bool:
         """Puts a generation into the queue. False: the queue is full.
@@ -273,15 +273,16 @@ class Engine:
                 pieces = self.step()
             except Exception as error:  # the states may be half written: end all that use them
                 logging.exception("a step failed")
-                pieces = [(x, error) for x in self.running]
-                for x, _ in pieces:
-                    self.leave(x)
+                pieces = [self.fail(x, error) for x in [*self.running]]
             if pieces:
                 send(pieces)
 
     @torch.no_grad()
     def step(self) -> Pieces:
-        """Returns the text that can be sent now as (generation, text), and (generation, None) for each that ended."""
+        """Returns the text that can be sent now as (generation, text), and (generation, None) for each that ended.
+
+        A generation that the model cannot read ends as (generation, exception), if the others have states of their own.
+        """
         with self.changed:
             for generation in [x for x in self.running if x.cancelled]:
                 self.leave(generation)
@@ -292,14 +293,16 @@ class Engine:
         decoding = [x for x in self.running if len(x.unread) == 1]
         reading = [x for x in self.running if len(x.unread) > 1]
         if decoding:
-            steps.append((decoding, self.decode(decoding)))
+            steps.append(self.decode(decoding))
         if reading:
             steps.append(self.read(reading, self.budget))
+        failed = self.serving.failed
+        pieces: Pieces = [self.fail(x, failed.pop(x.slot)) for x in [*self.running] if x.slot in failed]
         ready = [x for generations, _ in steps for x in generations]
         if not ready:
-            return []
-        pieces: Pieces = []
-        for x, token in zip(ready, choose(ready, torch.cat([logits for _, logits in steps])), strict=True):
+            return pieces
+        logits = torch.cat([logits for generations, logits in steps if generations])
+        for x, token in zip(ready, choose(ready, logits), strict=True):
             if piece := x.take(token, token in self.ends):
                 pieces.append((x, piece))
             if x.finish_reason:
@@ -309,9 +312,10 @@ class Engine:
                 pieces.append((x, None))
         return pieces
 
-    def decode(self, generations: list[Generation]) -> Tensor:
-        """Reads one token of each; returns the logits of the next ones."""
-        return self.serving.decode([x.slot for x in generations], [x.unread for x in generations])
+    def decode(self, generations: list[Generation]) -> tuple[list[Generation], Tensor]:
+        """Reads one token of each; returns those that the model could read, and the logits of their next tokens."""
+        logits = self.serving.decode([x.slot for x in generations], [x.unread for x in generations])
+        return [x for x in generations if x.slot not in self.serving.failed], logits
 
     def read(self, generations: list[Generation], budget: int) -> tuple[list[Generation], Tensor]:
         """Reads pieces of prompts: an even share of the budget each, but at least 16 tokens.
@@ -329,13 +333,19 @@ class Engine:
             x.unread, budget = x.unread[share:], budget - len(pieces[-1])
         ended = [i for i, x in enumerate(generations) if not x.unread]
         logits = self.serving.read([x.slot for x in generations], pieces, ended)
-        return [generations[i] for i in ended], logits
+        return [x for i in ended if (x := generations[i]).slot not in self.serving.failed], logits
 
     def join(self, generation: Generation) -> None:
         """Gives a generation a slot, with its states or empty ones."""
         self.serving.join(self.free[-1], generation.states)
         generation.slot = self.free.pop()
         self.running.append(generation)
+
+    def fail(self, generation: Generation, error: Exception) -> tuple[Generation, Exception]:
+        """Ends a generation with an error."""
+        generation.finish_reason = "error"
+        self.leave(generation)
+        return generation, error
 
     def leave(self, generation: Generation) -> None:
         """Frees the slot of a generation."""
@@ -346,6 +356,8 @@ class Engine:
     def load(self, generation: Generation) -> bool:
         """Lets a generation continue from the file of its session. False: another model saved it."""
         session = _session_of(generation)
+        if generation.states is not None:
+            raise ValueError("generation: got one that has states, expected a new one")
         states, metadata = read_states(session, _SESSION, next(self.model.parameters()).device)
         if metadata.get("model") != self.digest:
             return False
@@ -361,17 +373,6 @@ class Engine:
             raise ValueError("generation: got one that has not ended, expected its last states")
         metadata = {"model": self.digest, "unread": json.dumps(generation.unread)}
         write_states(_session_of(generation), _SESSION, generation.states, metadata)
-
-
-def check_tokens(name: str, x: object, vocab_size: int | None = None) -> None:
-    """Raises TypeError or ValueError unless x is a list of a model's tokens."""
-    if not isinstance(x, list) or not all(type(token) is int for token in x):
-        raise TypeError(
-            f"{name}: got {reprlib.repr(x)}, expected a list of tokens, such as engine.encode(text)"
-        )
-    if x and not (min(x) >= 0 and (vocab_size is None or max(x) < vocab_size)):
-        end = "" if vocab_size is None else f" {vocab_size - 1}"
-        raise ValueError(f"{name}: got {reprlib.repr(x)}, expected tokens 0 ..{end}")
 
 
 def _session_of(generation: Generation) -> Path:

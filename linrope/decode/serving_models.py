@@ -1,5 +1,6 @@
-"""What an ``Engine`` asks of a model: to read pieces of prompts and single tokens of the sequences in its slots."""
+"""Models as an ``Engine`` calls them: with slots, each of which holds a sequence that is read piece by piece."""
 
+import logging
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Protocol
@@ -19,9 +20,11 @@ class ServingModel(Protocol):
     """A model and the sequences in its slots.
 
     empty: the states of a sequence before its first token. None: its states can be neither saved nor given.
+    failed: by slot, the errors of sequences that the last call could not read. It returns no logits for these.
     """
 
     empty: list[LayerState] | None
+    failed: dict[int, Exception]
 
     def join(self, slot: int, states: list[LayerState] | None) -> None:
         """Begins a sequence with these states; None: with those before the first token."""
@@ -67,6 +70,7 @@ class Pool:
     def __init__(self, model: Any, empty: list[LayerState], slots: int) -> None:
         self.model, self.first, self.device = model, empty, empty[0].position.device
         self.empty: list[LayerState] | None = empty
+        self.failed: dict[int, Exception] = {}  # a call fails for all sequences, and raises
         self.pool = [state.reorder(self.integers([0] * slots)) for state in empty]
         self.prepared = None if why_not(model, self.pool) else prepare(model, self.pool)
 
@@ -114,6 +118,7 @@ class Separate:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.empty: list[LayerState] | None = None
+        self.failed: dict[int, Exception] = {}
         self.kept: dict[int, Any] = {}
 
     def join(self, slot: int, states: list[LayerState] | None) -> None:
@@ -121,11 +126,18 @@ class Separate:
 
     def read(self, slots: list[int], pieces: list[list[int]], ended: list[int]) -> Tensor:
         logits = []
-        for slot, piece in zip(slots, pieces, strict=True):
-            tokens = _integers(self.model, [piece])
-            last, self.kept[slot] = self.model(tokens, self.kept[slot], logits_to_keep=1)
-            logits.append(last[:, -1])
-        return torch.cat(logits)[ended]
+        for i, (slot, piece) in enumerate(zip(slots, pieces, strict=True)):
+            try:
+                last, self.kept[slot] = self.model(
+                    _integers(self.model, [piece]), self.kept[slot], logits_to_keep=1
+                )
+            except Exception as error:  # such as that of a sequence too long for a table of positions
+                logging.exception("a sequence failed")
+                self.failed[slot] = error
+                continue
+            if i in ended:
+                logits.append(last[:, -1])
+        return torch.cat(logits) if logits else torch.empty(0)
 
     def decode(self, slots: list[int], tokens: list[list[int]]) -> Tensor:
         return self.read(slots, tokens, [*range(len(slots))])

@@ -307,6 +307,17 @@ def test_a_session_s_file_with_other_things_than_tokens_is_refused(model, tmp_pa
         engine.load(generation)
 
 
+def test_a_generation_is_loaded_once(model, tmp_path) -> None:
+    engine = make(model)
+    generation = Generation([1], session=tmp_path / "session")
+    metadata = {"model": engine.digest, "unread": "[5]"}
+    write_states(generation.session, "linrope.Session", engine.serving.empty, metadata)
+    assert engine.load(generation)
+    with pytest.raises(ValueError, match="generation: got one that has states, expected a new one"):
+        engine.load(generation)
+    assert generation.unread == [5, 1]
+
+
 def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> None:
     engine = make(model, slots=2)
     two_rows = [state.reorder(torch.tensor([0, 0])) for state in engine.serving.empty]
@@ -333,6 +344,26 @@ def test_a_request_past_a_model_s_positions_is_refused_and_harms_no_other() -> N
         engine.submit(Generation([1] * 40, max_tokens=9))
     while other.finish_reason is None:
         engine.step()
+
+
+def test_a_request_that_a_model_cannot_read_ends_alone() -> None:
+    """A table of positions whose size has another name in the config."""
+    config = hf.MptConfig(vocab_size=256, d_model=32, n_layers=1, n_heads=2, max_seq_len=48)
+    engine = make(hf.MptForCausalLM(config), slots=3, budget=None)
+    long_prompt, long_text, good = (
+        Generation([1] * n, max_tokens=m, temperature=0) for n, m in ((60, 5), (40, 20), (20, 20))
+    )
+    pieces = []
+    for generation in (long_prompt, long_text, good):
+        assert engine.submit(generation)
+    while engine.running or engine.waiting:
+        pieces += engine.step()
+    assert [x.finish_reason for x in (long_prompt, long_text, good)] == ["error", "error", "length"]
+    errors = [x for x, text in pieces if isinstance(text, Exception)]
+    assert errors == [long_prompt, long_text]
+    alone = Generation([1] * 20, max_tokens=20, temperature=0)
+    assert texts_of(engine, [alone]) == ["".join(text for x, text in pieces if x is good and text)]
+    assert sorted(engine.free) == [0, 1, 2]
 
 
 def test_a_text_with_a_tokenizer_ends_before_a_stop_text_or_an_end_token(monkeypatch) -> None:
