@@ -49,6 +49,8 @@ def run(options: dict[str, Any], explicit: set[str]) -> int:
     if resume and not out.is_dir():
         raise ValueError(f"--out={out}: no such folder; expected that of a run, or no --resume to start one")
     killed_early = resume and not checkpoints(out)
+    if killed_early and path is None:  # nothing in the folder says which options and text the run had
+        raise ValueError(f"--out={out}: has no checkpoint yet; expected the run's own command, with its PATH")
     resume = resume and not killed_early
     if resume:
         saved = load_training(latest_checkpoint(out))[2]

@@ -199,8 +199,12 @@ def test_bytes_a_text_to_hold_out_and_standard_input(run, refused, tmp_path, mon
     assert "standard input: expected UTF-8 text, or --binary" in refused("train - --out {tmp}/x {small}")
 
 
-def test_a_run_without_a_checkpoint_starts_anew_and_others_keep_their_interval(run, tmp_path) -> None:
+def test_a_run_without_a_checkpoint_starts_anew_and_others_keep_their_interval(
+    run, refused, tmp_path
+) -> None:
     (tmp_path / "run").mkdir()
+    message = refused("train --resume --out {tmp}/run {small}")
+    assert "has no checkpoint yet; expected the run's own command, with its PATH" in message
     assert "has no checkpoint yet, so the run starts anew" in run(TRAIN + "--resume --steps 2 --save-every 2")
     run("train --out {tmp}/run --resume --steps 5")
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000004", "step-00000005"]
