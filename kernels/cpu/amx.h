@@ -223,10 +223,11 @@ void update(const Update& x) {
       zero_block();
       multiply_block(B, f0 * kTile, kTile, V, C);
       store_block(block);
-      float* s = x.S + e0 * x.K.size + f0 * NW;
+      const int at = e0 * x.K.size + f0 * NW;
+      const float* from = (x.from ? x.from : x.S) + at;
       for (int i = 0; i < NW * NW; i += W) {
         const vf added = load(block + i);
-        store(s + i, x.fresh ? added : x.factor(load(s + i), added));
+        store(x.S + at + i, x.fresh ? added : x.factor(load(from + i), added));
       }
     }
   }

@@ -21,15 +21,15 @@ namespace linrope {
 namespace {
 
 // d is the gradient of a token's features y, and becomes that of the map's input. length, factor: those of
-// Task::set_lengths, read only with c.query_length. raw: scratch (F)
-void through_map(const Task& task, const Rows& rows, int64_t token, const float* y, float length, float factor, float* raw,
-                 float* d) {
+// Task::read_features, used only with c.query_length. raw: scratch (F)
+void through_map(const Task& task, const Rows& inputs, int64_t token, const float* y, float length, float factor,
+                 float* raw, float* d) {
   const Shape& s = task.s;
-  const bool has_length = task.c.query_length, reads_input = s.map == kSilu || s.map == kRelu2;
+  const bool has_length = task.c.query_length;
   if (has_length) set_length_backward(s, y, length, factor, d);
   if (s.map == kIdentity) return;
-  if (reads_input) features(s, rows, token, kIdentity, raw);
-  const float* x = reads_input ? raw : y;
+  if (reads_input(s.map)) features(s, inputs, token, kIdentity, raw);
+  const float* x = reads_input(s.map) ? raw : y;
   const vf before_length = splat(has_length && factor ? 1 / factor : 0);
   for (int i = 0; i < s.F; i += W) {
     const vf mapped = has_length ? load(y + i) * before_length : load(y + i);
@@ -37,31 +37,84 @@ void through_map(const Task& task, const Rows& rows, int64_t token, const float*
   }
 }
 
-// Finishes a query's gradient, given d (F) = dphi^ without the normalizer's share; rotates it back in place.
-struct FinishQuery {
-  const Task& task;
-  float* raw;  // scratch (F)
+// The same for `count` plain rows, which are written to `to`
+template <class T, int M>
+void write_through_map(const Shape& s, const Rows& inputs, const Rows& to, int64_t token, int count, const float* y,
+                       const float* d) {
+  const int half = s.half, F = s.F;
+  const bool interleaved = s.layout == kInterleaved;
+  for (int i = 0; i < count; i++, y += F, d += F) {
+    const T* x = (const T*)inputs.at(token + i);
+    T* row = (T*)to.at(token + i);
+    for (int p = 0; p < half; p += W) {
+      vf xa = {}, xb = {};
+      if (reads_input(M)) read_pairs(x, p, half, interleaved, xa, xb);
+      const vf a = load(d + p) * slope(M, xa, load(y + p));
+      const vf b = load(d + half + p) * slope(M, xb, load(y + half + p));
+      if (interleaved) {
+        store_pairs(row + 2 * p, a, b);
+      } else {
+        store(row + p, a);
+        store(row + half + p, b);
+      }
+    }
+    for (int f = 2 * half; f < F; f += W)
+      store(row + f, load(d + f) * slope(M, reads_input(M) ? load(x + f) : vf{}, load(y + f)));
+  }
+}
+// Writes the gradients of inputs of the map from `token` on, given those of their features y. d is overwritten
+void write_gradients(const Task& task, const Rows& inputs, const Rows& to, int64_t token, int count, const float* y,
+                     float length, const float* factors, float* raw, float* d) {
+  const Shape& s = task.s;
+  const Call& c = task.c;
+  if (s.plain() && !s.compact && !c.query_length && inputs.type == to.type && c.heads_per_gradient == 1)
+    return with_type(to.type, [&]<class T>() {
+      with_map(s.map, [&]<int M>() { write_through_map<T, M>(s, inputs, to, token, count, y, d); });
+    });
+  for (int i = 0; i < count; i++) {
+    through_map(task, inputs, token + i, y + i * s.F, length, factors[i], raw, d + i * s.F);
+    task.write_gradient(d + i * s.F, to, token + i);
+  }
+}
 
-  // Returns dden. Adds the query's terms to the gradients of angle steps, if these are not null. dq: null: not wanted.
-  // factor: that of Task::query_features
-  float operator()(const Rows& q, const Rows* dq, int64_t token, const float* phi, float* d, const float* z,
-                   const float* cos, const float* sin, float den, float inverse_den, float factor,
-                   float* d_angle_steps) const {
+inline void rotate_back(const Shape& s, float* rows, int count, const Angles& angles) {
+  for (int i = 0; i < count; i++)
+    rotate<true>(s, rows + i * s.F, angles.cos + i * s.half, angles.sin + i * s.half, rows + i * s.F);
+}
+
+// Finishes the gradients of queries, given d (count, F) = dphi^ without the normalizer's share
+struct FinishQueries {
+  const Task& task;
+  const Angles& angles;
+  const float *phi, *z;  // (count, F); z's rows are z_stride apart
+  int z_stride;
+  const float *dens, *inverse_dens, *factors;  // per token; factors: those of Task::query_features
+  float *d, *ddens, *raw;                      // ddens: per token, is set; raw: scratch (F)
+
+  // Adds the terms of the queries to the gradients of angle steps, if these are wanted. dq: null: only ddens are wanted
+  void operator()(const Rows& q, const Rows* dq, int64_t token, int count) const {
     const Shape& s = task.s;
     const Call& c = task.c;
-    rotate<true>(s, d, cos, sin, d);
-    const bool constant_den = !c.normalize || (!c.add_eps && den < task.eps);
-    const float dden = constant_den ? 0 : -dot(phi, d, s.F) * inverse_den;  // <gb, num> = <phi, dphi>
-    if (!dq) return dden;
-    if (d_angle_steps)
+    rotate_back(s, d, count, angles);
+    if (c.normalize) find_ddens(count);
+    if (!dq) return;
+    for (int i = 0; c.d_angle_steps && i < count; i++) {
+      const float *y = phi + i * s.F, *dy = d + i * s.F;
+      float* steps = task.angle_steps_at(token + i);
       for (int p = 0; p < s.pairs; p++) {
-        const int x = p * s.pair_stride, y = x + s.partner;
-        d_angle_steps[p] += phi[x] * d[y] - phi[y] * d[x];
+        const int a = p * s.pair_stride, b = a + s.partner;
+        steps[p] += y[a] * dy[b] - y[b] * dy[a];
       }
-    for (int i = 0; dden != 0 && i < s.F; i += W) store(d + i, load(d + i) + load(z + i) * dden);
-    through_map(task, q, token, phi, (float)c.query_length, factor, raw, d);
-    task.write_gradient(d, *dq, token);
-    return dden;
+    }
+    for (int i = 0; c.normalize && i < count; i++) add_multiple(ddens[i], z + i * z_stride, s.F, d + i * s.F);
+    write_gradients(task, q, *dq, token, count, phi, (float)c.query_length, factors, raw, d);
+  }
+  void find_ddens(int count) const {  // <gb, num> = <phi, dphi>; 0 where den is constant
+    dots(phi, d, task.s.F, count, task.s.F, ddens);
+    for (int i = 0; i < count; i += W) {
+      const vf x = -load(ddens + i) * load(inverse_dens + i);
+      store(ddens + i, task.c.add_eps ? x : load(dens + i) < task.eps ? vf{} : x);
+    }
   }
 };
 
@@ -80,14 +133,15 @@ struct Backward : Task {
     // With `i` a reader and j a writer. scores: e^(D_i - D_j) <phi^_i, psi^_j>. products: e^(D_i - D_j) <gb_i, u_j>, and
     // with x_i for gb_i. pairs: what i and j add to log decay's gradient. erase_scores: b_i e^(D_i - D_j) <psi^_i, psi^_j>
     float *scores = score_matrix(), *products = score_matrix(), *pairs = score_matrix(), *erase_scores = score_matrix();
-    // den, 1 / den, b, -b
+    // den, 1 / den, b, -b, and below the gradient of den
     float *dens = per_token(), *inverse_dens = per_token(), *erase = per_token(), *factors = per_token();
+    float* ddens = per_token();
     // The factors that gave the features of keys and of queries their length
     float *key_factors = per_token(), *query_factors = per_token();
     // Each token's terms of log decay's gradient, in W parts: of its queries, of its key as a reader, of its key as a writer
     float *of_readers = arena.take<float>(C * W), *of_erasers = arena.take<float>(C * W);
     float *of_writers = arena.take<float>(C * W), *dS_t = state();  // dS_t: dS transposed
-    float *k_angles = angle_rows(), *q_angles = angle_rows();       // cos and sin
+    mutable AngleRows k_angles{arena, s}, q_angles{arena, s};
     mutable ChunkDecay::Scratch decay{arena, s};
     // Only with a decay per unit. dk_within: the part of dpsi^ that comes from pairs within leaves. da: log decay's gradient
     float *dk_within = of_units(C), *da = of_units(C);
@@ -112,7 +166,8 @@ struct Backward : Task {
   const int query_heads;
   const bool want_states, want_z;  // S before each chunk is wanted; so is z
   int64_t done = 0;
-  float* dS;  // the gradient of the state after the current chunk
+  float* dS;     // the gradient of the state after the current chunk
+  bool fresh;    // it is zero
   RunningSum z_sum, dz_sum;
   ChunkDecay decay;
   Angles k_angle, q_angle;
@@ -124,13 +179,13 @@ struct Backward : Task {
         want_dz(c.normalize || (ends.dz_in && !c.erase.data)), erases(c.erase.data),
         query_heads(c.causal && c.dout.data ? group : 0),
         want_states(want_output ? query_heads || c.d_log_decay || erases : query_heads && c.normalize),
-        want_z(want_states && (c.normalize || (want_d_log_decay && want_dz))), dS(kept.dS),
+        want_z(want_states && (c.normalize || (want_d_log_decay && want_dz))), dS(kept.dS), fresh(!ends.dkv_in),
         z_sum{s.F, nullptr, w.within}, dz_sum{s.F, kept.dz, w.within}, decay(c, span, s, w.decay),
         k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, kept.k_angle),
         q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, kept.q_angle), dk(gradients(c.dk, span.head)),
         dv(key_rows(c.dv)) {
     add_steps(span.begin, span.end, 1);  // the sweep starts from the total angle
-    state_in(s, ends.dkv_in, dS, false);
+    state_in(s, ends.dkv_in, dS);
     z_in(s, ends.dz_in, dz_sum.total);
   }
   void add_steps(int64_t first, int64_t last, int sign) {
@@ -142,13 +197,15 @@ struct Backward : Task {
     const int64_t end = span.end - done, first = block_begin(end - 1), t = end - (end - first - 1) % C - 1;
     if (want_states && (end == span.end || (end - span.start) % kBlock == 0)) find_states(first, end);
     const int chunk = (int)((t - first) / C);
-    sweep(t, (int)(end - t), kept.states + chunk * s.F * s.E, kept.z_states + chunk * s.F);
+    const bool from_zero = t == span.start && !ends.kv_in;
+    sweep(t, (int)(end - t), from_zero ? nullptr : kept.states + chunk * s.F * s.E, kept.z_states + chunk * s.F);
     done += end - t;
+    fresh = false;
   }
   // Computes S and z before each chunk of the block, from those before the block
   void find_states(int64_t first, int64_t end) {
     const bool saved = first > span.start;
-    state_in(s, saved ? saved_kv(first) : ends.kv_in, kept.states, true);
+    transposed_state_in(s, saved ? saved_kv(first) : ends.kv_in, w.dS_t, kept.states);
     z_in(s, saved ? saved_z(first) : ends.z_in, kept.z_states);
     add_steps(first, end, -1);
     int64_t t = first;
@@ -156,11 +213,13 @@ struct Backward : Task {
       decay.plan(t, C, false);
       k_angle.forward(t, C);
       read_keys(t, C, 1);
-      float *S = kept.states + i * s.F * s.E, *next = S + s.F * s.E;
-      memcpy(next, S, 4 * s.F * s.E);
+      const float* S = kept.states + i * s.F * s.E;
       scale_rows(w.u, C, s.E, decay.to_end_of_rows());
       const float* writers = decay.carried_to_end(w.keys, C);
-      update(decay.update({C, s.value_row, s.feature_row, w.u, writers, next, false}, true, true));
+      Update next = decay.update({C, s.value_row, s.feature_row, w.u, writers, nullptr, false}, true, true);
+      next.S = kept.states + (i + 1) * s.F * s.E;
+      next.from = S;
+      update(next);
       memcpy(kept.z_states + (i + 1) * s.F, kept.z_states + i * s.F, 8 * s.F);
       if (!want_z) continue;
       z_sum.total = kept.z_states + (i + 1) * s.F;
@@ -171,21 +230,20 @@ struct Backward : Task {
   }
   // psi, psi^ and u
   void read_keys(int64_t t, int rows, int direction) {
-    key_features(t, direction, rows, w.psi, w.key_factors);
+    key_features(t, direction, rows, k_angle, w.psi, w.keys, w.key_factors);
+    if (!erases) {
+      key_values(t, direction, rows, w.u);
+      return;
+    }
     for (int i = 0; i < rows; i++) {
-      prefetch(v, t + i, C * direction, s.e);
-      rotate<false>(s, w.psi + i * s.F, k_angle.cos + i * s.half, k_angle.sin + i * s.half, w.keys + i * s.F);
       float* u = w.u + i * s.E;
-      if (!erases) {
-        key_values(t + i, u);
-      } else {
-        copy_in(saved_u(t + i), u, s.e);
-        zero(u + s.e, s.E - s.e);
-      }
+      prefetch(v, t + i, C * direction, s.e);
+      copy_in(saved_u(t + i), u, s.e);
+      zero(u + s.e, s.E - s.e);
     }
   }
 
-  // The chunk of `rows` tokens from t on; S_t (S^T) and z before it
+  // The chunk of `rows` tokens from t on; S_t (S^T; null: zero) and z before it
   void sweep(int64_t t, int rows, const float* S_t, double* z) {
     decay.plan(t, rows);
     k_angle.backward(t, rows);
@@ -193,9 +251,9 @@ struct Backward : Task {
     if (want_output || c.normalize) read_chunk(t, rows, z);
     if (want_output) gradients_after(rows, S_t);
     double across = 0;
-    if (want_d_log_decay && !s.per_unit) across = decay.scalar.factor.exact * product_of_states(S_t, w.dS_t);
+    if (want_d_log_decay && !s.per_unit && S_t && !fresh) across = decay.scalar.factor.exact * product_of_states(S_t, w.dS_t);
     if (want_dz) zero(w.dden_phi, rows * s.F);
-    if (!query_heads) update(decay.update({0, s.feature_row, s.value_row, w.keys, w.u, dS, false}, false, true));
+    if (!query_heads && !fresh) update(decay.update({0, s.feature_row, s.value_row, w.keys, w.u, dS, false}, false, true));
     for (int r = 0; r < query_heads; r++) sweep_queries(t, rows, r, S_t);
     if (want_output && erases) sweep_erasers(t, rows, S_t);
     if (want_dz) {
@@ -225,7 +283,7 @@ struct Backward : Task {
   }
   // What the chunk's tokens contribute through the state after it, to x and dpsi^
   void gradients_after(int rows, const float* S_t) {
-    transpose_state(dS, s.feature_row, s.value_row, w.dS_t);
+    if (!fresh) transpose_state(dS, s.feature_row, s.value_row, w.dS_t);
     if (s.per_unit) {
       for (float* x : {w.dk_within, w.da}) zero(x, rows * s.F);
       for (float* x : {w.reads, w.writes, w.passing}) zero(x, kLeaves * s.F);
@@ -233,9 +291,10 @@ struct Backward : Task {
       for (float* sums : {w.of_readers, w.of_erasers, w.of_writers}) zero(sums, C * W);
       zero(w.pairs, C * C);
     }
-    multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = decay.carried_to_end(w.keys, rows), .S = dS,
+    multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = decay.carried_to_end(w.keys, rows),
+              .S = fresh ? nullptr : dS,
               .scale = decay.to_end_of_rows(), .to = w.x, .stride = s.E});
-    multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.u, .S = w.dS_t,
+    multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.u, .S = fresh ? nullptr : w.dS_t,
               .scale = decay.to_end_of_rows(), .to = w.dk, .stride = s.F, .with = w.keys,
               .sums = want_d_log_decay && !s.per_unit ? w.of_writers : nullptr});
     if (!s.per_unit) return;
@@ -255,6 +314,7 @@ struct Backward : Task {
   }
   // e^(D_end) <S, dS> of each feature
   void find_across(const float* S_t) {
+    if (!S_t || fresh) return zero(w.across, s.F);
     const int P = s.feature_row.panel;
     const FeatureFactors& factors = w.decay.units.factors;
     for (int f = 0; f < s.F; f += W) {
@@ -266,22 +326,26 @@ struct Backward : Task {
   }
   // Query head r of the key/value head
   void sweep_queries(int64_t t, int rows, int r, const float* S_t) {
-    read_queries(t, rows, r);
+    const bool finite = read_queries(t, rows, r);
     if (want_output) {
       decay.scores(*this, w.queries, w.keys, w.keys_t, rows, nullptr, w.scores);
       multiply({.rows = rows, .N = s.value_row, .scores = w.scores, .transposed = true, .V = w.gb,
-                .finite = all_finite(w.gb, rows * s.E), .accumulate = true, .to = w.x, .stride = s.E});
+                .finite = finite, .accumulate = true, .to = w.x, .stride = s.E});
     }
     if (want_output || c.normalize) {
       multiply_with_u(w.gb, rows, w.scores, w.products);
       read_states(w.gb, rows, S_t, w.queries, nullptr, w.dq, w.of_readers);
     }
     if (want_output) add_to_writers(rows, w.queries);
-    scale_rows(w.gb, rows, s.E, decay.from_start_of_rows());
-    const float* readers = decay.carried_from_start(w.queries, rows);
-    update(decay.update({rows, s.feature_row, s.value_row, readers, w.gb, dS, false}, false, r == 0));
+    if (want_dS(t)) {
+      scale_rows(w.gb, rows, s.E, decay.from_start_of_rows());
+      const float* readers = decay.carried_from_start(w.queries, rows);
+      update(decay.update({rows, s.feature_row, s.value_row, readers, w.gb, dS, fresh && r == 0}, false, r == 0));
+    }
     finish_queries(t, rows, r);
   }
+  // True if the gradient of the state before the chunk from t on is wanted
+  bool want_dS(int64_t t) const { return t > span.begin || ends.dkv_out; }
   // d_i = e^(D_i) S G_i + sum_j products_ij psi^_j, the gradient of the rows A that read with factor_i (null: 1); sums: what
   // their reading of S adds to log decay's gradient
   void read_states(const float* G, int rows, const float* S_t, const float* A, const float* factor, float* d, float* sums) {
@@ -316,19 +380,17 @@ struct Backward : Task {
     multiply({.rows = rows, .N = s.feature_row, .scores = w.products, .transposed = true, .V = A,
               .finite = all_finite(A, rows * s.F), .accumulate = true, .to = w.dk, .stride = s.F});
   }
-  // phi, phi^, den and gb
-  void read_queries(int64_t t, int rows, int r) {
+  // phi, phi^, den and gb. True if gb is finite
+  bool read_queries(int64_t t, int rows, int r) {
     const Angles& angles = same_angles ? k_angle : q_angle;
     const Rows q = queries(r), dout = query_rows(c.dout, r), dq = gradients(c.dq, query_head(r));
-    query_features(q, t, -1, rows, w.phi, w.query_factors);
-    for (int i = 0; i < rows; i++) {
-      prefetch(dout, t + i, -C, s.e);
-      if (want_output) prefetch(dq, t + i, 0, s.f);
-      w.dens[i] = c.normalize ? dot(w.phi + i * s.F, w.z + i * s.F, s.F) : 1;
-      w.inverse_dens[i] = inverse_den(w.dens[i]);
-      values(s, dout, t + i, w.gb + i * s.E, w.inverse_dens[i]);
-      rotate<false>(s, w.phi + i * s.F, angles.cos + i * s.half, angles.sin + i * s.half, w.queries + i * s.F);
+    for (int i = 0; want_output && i < rows; i++) prefetch(dq, t + i, 0, s.f);
+    query_features(q, t, -1, rows, angles, w.phi, w.queries, w.query_factors);
+    if (c.normalize) {
+      dots(w.phi, w.z, s.F, rows, s.F, w.dens);
+      inverse_dens(w.dens, rows, w.inverse_dens);
     }
+    return values(s, dout, t, -1, rows, c.normalize ? w.inverse_dens : nullptr, w.gb);
   }
   // to_ij = e^(D_i - D_j) <A_i, u_j>, or without the decay if it is per unit. Times the scores of the same tokens, this is
   // what a pair adds to log decay's gradient
@@ -346,21 +408,13 @@ struct Backward : Task {
       }
   }
   void finish_queries(int64_t t, int rows, int r) {
-    const Angles& angles = same_angles ? k_angle : q_angle;
-    const Rows q = queries(r), dq = gradients(c.dq, query_head(r));
-    const FinishQuery finish_query{*this, w.raw};
     if (!want_output && !c.normalize) return;
-    for (int i = 0; i < rows; i++) {
-      float* d_angle_steps = want_d_angle_steps ? angle_steps_at(t + i) : nullptr;
-      if (d_angle_steps && r == 0) zero(d_angle_steps, (int)c.pairs);
-      const float *phi = w.phi + i * s.F, *cos = angles.cos + i * s.half, *sin = angles.sin + i * s.half;
-      const float dden = finish_query(q, want_output ? &dq : nullptr, t + i, phi, w.dq + i * s.F, w.z + i * s.F, cos, sin,
-                                      w.dens[i], w.inverse_dens[i], w.query_factors[i], d_angle_steps);
-      for (int f = 0; dden != 0 && f < s.F; f += W) {
-        float* sum = w.dden_phi + i * s.F + f;
-        store(sum, load(sum) + load(phi + f) * dden);
-      }
-    }
+    const Rows q = queries(r), dq = gradients(c.dq, query_head(r));
+    for (int i = 0; want_d_angle_steps && r == 0 && i < rows; i++) zero(angle_steps_at(t + i), (int)c.pairs);
+    const FinishQueries finish{*this, same_angles ? k_angle : q_angle, w.phi, w.z, s.F, w.dens, w.inverse_dens,
+                               w.query_factors, w.dq, w.ddens, w.raw};
+    finish(q, want_output ? &dq : nullptr, t, rows);
+    for (int i = 0; c.normalize && i < rows; i++) add_multiple(w.ddens[i], w.phi + i * s.F, s.F, w.dden_phi + i * s.F);
   }
   // What the chunk's keys have read and erased
   void sweep_erasers(int64_t t, int rows, const float* S_t) {
@@ -376,11 +430,13 @@ struct Backward : Task {
     read_states(w.x, rows, S_t, w.keys, w.factors, w.read, w.of_erasers);
     scale_rows(w.products, rows, C, w.factors);
     add_to_writers(rows, w.keys);
-    memcpy(w.scaled, w.x, 4 * rows * s.E);
-    scale_rows(w.scaled, rows, s.E, w.factors);
-    scale_rows(w.scaled, rows, s.E, decay.from_start_of_rows());
-    const float* readers = decay.carried_from_start(w.keys, rows);
-    update(decay.update({rows, s.feature_row, s.value_row, readers, w.scaled, dS, false}, false, false));
+    if (want_dS(t)) {
+      memcpy(w.scaled, w.x, 4 * rows * s.E);
+      scale_rows(w.scaled, rows, s.E, w.factors);
+      scale_rows(w.scaled, rows, s.E, decay.from_start_of_rows());
+      const float* readers = decay.carried_from_start(w.keys, rows);
+      update(decay.update({rows, s.feature_row, s.value_row, readers, w.scaled, dS, false}, false, false));
+    }
     for (int i = 0; i < rows; i++) {
       float *read = w.read + i * s.F, *d = (s.per_unit ? w.dk_within : w.dk) + i * s.F;
       if (c.d_erase) c.d_erase[key_index(t + i)] = unmasked(t + i) ? -dot(w.keys + i * s.F, read, s.F) : 0;
@@ -441,43 +497,46 @@ struct Backward : Task {
   }
 
   void write_gradients(int64_t t, int rows) {
-    for (int i = rows - 1; i >= 0; i--) {
-      const int64_t token = t + i;
+    rotate_back(s, w.dk, rows, k_angle);
+    if (want_d_angle_steps) sum_angle_steps(t, rows);
+    for (int i = 0; want_dz && i < rows * s.F; i += W) store(w.dk + i, load(w.dk + i) + load(w.dden_phi + i));
+    for (int i = 0; c.write.data && i < rows; i++) split_gradient(t + i, w.x + i * s.E, w.scaled);
+    if (!c.key_mask.data) {
+      linrope::write_gradients(*this, k, dk, t, rows, w.psi, 1, w.key_factors, w.raw, w.dk);
+      return write_values(s, w.x, s.E, dv, t, rows);
+    }
+    for (int i = 0; i < rows; i++) {
       float *d = w.dk + i * s.F, *d_value = w.x + i * s.E;
-      float* steps = want_d_angle_steps ? angle_steps_at(token) : nullptr;
-      if (steps && !c.dout.data) zero(steps, s.pairs);  // no query has written its terms
-      if (unmasked(token)) {
-        finish_key(token, i);
+      if (unmasked(t + i)) {
+        linrope::write_gradients(*this, k, dk, t + i, 1, w.psi + i * s.F, 1, w.key_factors + i, w.raw, d);
       } else {
         zero(d, s.F);
         zero(d_value, s.E);
+        write_gradient(d, dk, t + i);
       }
-      if (c.write.data) split_gradient(token, d_value, w.scaled);
-      write_gradient(d, dk, token);
-      write_values(s, d_value, dv, token);
-      for (int p = 0; steps && p < s.pairs; p++) steps[p] = (float)(ends.sums[p] += steps[p]);
+      write_values(s, d_value, s.E, dv, t + i, 1);
     }
   }
-  // Finishes the key's gradient, and adds its terms to those of the angle steps, which are sums over later tokens, too
-  void finish_key(int64_t token, int i) {
-    const int F = s.F;
-    const float* y = w.psi + i * F;
-    float *d = w.dk + i * F, *dden_row = w.dden_phi + i * F;
-    rotate<true>(s, d, k_angle.cos + i * s.half, k_angle.sin + i * s.half, d);
-    if (want_d_angle_steps)  // the normalizer's share is not rotated
-      for (int p = 0; p < s.pairs; p++) {
+  // Adds the terms of the keys to the gradients of angle steps, which are sums over later tokens, too. The normalizer's
+  // share is not rotated
+  void sum_angle_steps(int64_t t, int rows) {
+    for (int i = rows - 1; i >= 0; i--) {
+      const float *y = w.psi + i * s.F, *d = w.dk + i * s.F;
+      float* steps = angle_steps_at(t + i);
+      if (!c.dout.data) zero(steps, s.pairs);  // no query has written its terms
+      for (int p = 0; unmasked(t + i) && p < s.pairs; p++) {
         const int first = p * s.pair_stride, second = first + s.partner;
         ends.sums[p] += y[first] * d[second] - y[second] * d[first];
       }
-    for (int f = 0; want_dz && f < F; f += W) store(d + f, load(d + f) + load(dden_row + f));
-    through_map(*this, k, token, y, 1, w.key_factors[i], w.raw, d);
+      for (int p = 0; p < s.pairs; p++) steps[p] = (float)(ends.sums[p] += steps[p]);
+    }
   }
   // Turns the gradient of what is written (E) into that of the value, and stores that of its factor. value: scratch (E)
   void split_gradient(int64_t token, float* gradient, float* value) const {
     const float factor = unmasked(token) ? write(token) : 0;
     float product_with_value = 0;
     if (c.d_write && unmasked(token)) {
-      values(s, v, token, value);
+      values(s, v, token, 0, 1, nullptr, value);
       product_with_value = (float)product(gradient, value, s.E);
     }
     if (c.d_write) c.d_write[key_index(token)] = product_with_value;
@@ -496,7 +555,9 @@ struct BidirectionalBackward : Task {
   struct Scratch : Pieces {
     using Pieces::Pieces;
     float *x = features(), *hat = features(), *d = features(), *gb = values();
-    float *dens = per_token(), *factors = per_token(), *raw = features(1), *angles = angle_rows();
+    float *dens = per_token(), *inverse_dens = per_token(), *ddens = per_token(), *factors = per_token();
+    float* raw = features(1);
+    mutable AngleRows angles{arena, s};
   };
   struct Kept : Pieces {
     using Pieces::Pieces;
@@ -513,7 +574,7 @@ struct BidirectionalBackward : Task {
   BidirectionalBackward(const Call& c, const Span& span, const Ends& ends, bool, const Scratch& w, const Kept& kept)
       : Task(c, span, ends), w(w), S(kept.S), dS(kept.dS), z(kept.z), dz(kept.dz),
         query_angles(c, s, span, c.positions, ends.angle_in, w.angles, kept.angle) {
-    state_in(s, ends.kv_in, S, true);
+    transposed_state_in(s, ends.kv_in, dS, S);
     z_in(s, ends.z_in, dz);
     for (int i = 0; i < s.F; i++) {
       z[i] = (float)dz[i];
@@ -523,28 +584,24 @@ struct BidirectionalBackward : Task {
   }
   void advance() {
     const int64_t t = span.begin + done;
-    const int rows = span.end - t < C ? (int)(span.end - t) : C, F = s.F, E = s.E, half = s.half;
+    const int rows = span.end - t < C ? (int)(span.end - t) : C, F = s.F;
     query_angles.forward(t, rows);
     if (c.d_angle_steps)
       for (int i = 0; i < rows; i++) zero(angle_steps_at(t + i), (int)c.pairs);
     for (int r = 0; r < group; r++) {
       const Rows q = queries(r), dout = query_rows(c.dout, r), dq = gradients(c.dq, query_head(r));
-      query_features(q, t, 1, rows, w.x, w.factors);
-      for (int i = 0; i < rows; i++) {
-        prefetch(dout, t + i, C, s.e);
-        prefetch(dq, t + i, 0, s.f);
-        w.dens[i] = c.normalize ? dot(w.x + i * F, z, F) : 1;
-        values(s, dout, t + i, w.gb + i * E, inverse_den(w.dens[i]));
-        rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, w.hat + i * F);
+      for (int i = 0; i < rows; i++) prefetch(dq, t + i, 0, s.f);
+      query_features(q, t, 1, rows, query_angles, w.x, w.hat, w.factors);
+      if (c.normalize) {
+        dots(w.x, z, 0, rows, F, w.dens);
+        inverse_dens(w.dens, rows, w.inverse_dens);
       }
+      values(s, dout, t, 1, rows, c.normalize ? w.inverse_dens : nullptr, w.gb);
       multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.gb, .S = S, .to = w.d, .stride = F});
-      const FinishQuery finish_query{*this, w.raw};
-      for (int i = 0; i < rows; i++) {
-        const float dden = finish_query(q, &dq, t + i, w.x + i * F, w.d + i * F, z, query_angles.cos + i * half,
-                                        query_angles.sin + i * half, w.dens[i], inverse_den(w.dens[i]), w.factors[i],
-                                        angle_steps_at(t + i));
-        for (int f = 0; f < F; f++) dz[f] += dden * w.x[i * F + f];
-      }
+      const FinishQueries finish{*this, query_angles, w.x, z, 0, w.dens, w.inverse_dens, w.factors, w.d, w.ddens, w.raw};
+      finish(q, &dq, t, rows);
+      for (int i = 0; c.normalize && i < rows; i++)
+        for (int f = 0; f < F; f++) dz[f] += w.ddens[i] * w.x[i * F + f];
       update({rows, s.feature_row, s.value_row, w.hat, w.gb, dS, false, DecayFactor()});
     }
     done += rows;

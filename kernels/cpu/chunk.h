@@ -193,6 +193,14 @@ struct AngleMemory {  // of one head; see Angles
       : sum(arena.take<uint64_t>(s.half)), theta(arena.take<uint64_t>(s.axes * s.half)) {}
 };
 
+struct AngleRows {  // of a chunk, used by the heads of a bundle in turn
+  float *cos, *sin;  // (kChunk, half)
+  int64_t begin = -1;  // the chunk's first token, and how many follow
+  int rows = 0;
+  AngleRows(Arena& arena, const Shape& s)
+      : cos(arena.take<float>(kChunk * s.half)), sin(arena.take<float>(kChunk * s.half)) {}
+};
+
 // cos and sin of the angles Theta of a chunk's tokens, first token first
 struct Angles {
   const Call& c;
@@ -203,14 +211,16 @@ struct Angles {
   uint64_t* sum;                // (half): the state's angle plus the angle steps up to the current token
   uint64_t* theta;              // (axes, half)
   const float* rotation_table;  // of this head; null: there is none
-  float *cos, *sin;             // (kChunk, half)
+  AngleRows& table;
+  float *cos, *sin;             // those of the table
+  bool alike;                   // all heads have the same angles: the first one of a bundle computes them
 
-  // p: the positions of queries or of keys. table: scratch for cos and sin
-  Angles(const Call& c, const Shape& s, const Span& span, const View& p, const int64_t* angle_in, float* table,
+  // p: the positions of queries or of keys
+  Angles(const Call& c, const Shape& s, const Span& span, const View& p, const int64_t* angle_in, AngleRows& table,
          const AngleMemory& memory)
       : c(c), s(s), steps(c, span), positions(p.data ? p.as<int64_t>() + batch_row(c, span) * p.batch : nullptr),
-        position_stride(p.token), sum(memory.sum), theta(memory.theta), rotation_table(c.rotation_table), cos(table),
-        sin(table + kChunk * s.half) {
+        position_stride(p.token), sum(memory.sum), theta(memory.theta), rotation_table(c.rotation_table), table(table),
+        cos(table.cos), sin(table.sin), alike(!c.theta.head && !c.angle_steps.data && !c.angle.head) {
     if (rotation_table && c.theta.head) rotation_table += span.head * kChunk * 2 * s.half;
     for (int i = 0; i < s.axes * s.half; i++) {
       const int axis = i / s.half, pair = i % s.half;
@@ -254,8 +264,11 @@ struct Angles {
       store(to_sin + p, s0 * c1 + c0 * s1);
     }
   }
+  Turn turn(float* to) const { return {cos, sin, to}; }
   void forward(int64_t chunk_begin, int rows) {
-    if (!s.half) return;
+    if (!s.half || (alike && table.begin == chunk_begin && table.rows >= rows)) return;
+    table.begin = chunk_begin;
+    table.rows = rows;
     for (int i = 0; i < rows; i++) {
       if (steps.base) steps.add(chunk_begin + i, 1, sum);
       row(chunk_begin, i);

@@ -14,6 +14,11 @@
 namespace linrope {
 namespace {
 
+// Before a loop over the rows of acc that has branches: a compiler that does not unroll it keeps acc in memory, and Clang
+// 22 then stores each sum after each product, which takes twice the time. GCC ignores it in a lambda. Blocks get their
+// products by value, because a store through `vfu` may change what a reference refers to
+#define LINROPE_UNROLL _Pragma("GCC unroll 8")
+
 // acc (M, N vectors) += a (M, K) times the first N vectors of the rows of b (K, columns), or -= . Numbers of a are at
 // a[r * stride + k], or if transposed at a[k * stride + r]
 template <bool transposed = false, bool negative = false, int M, int N>
@@ -81,9 +86,10 @@ struct Scores {
   float* to;                     // (kChunk, kChunk)
 };
 
-template <int M, int N> LINROPE_INLINE void multiply_scores(const Scores& x, int i0, int j0) {
+template <int M, int N> LINROPE_INLINE void multiply_scores(const Scores x, int i0, int j0) {
   vf acc[M][N] = {};
   multiply(acc, x.K.used, x.A + i0 * x.K.size, x.K.size, x.B_t + j0 * x.K.size, NW);
+  LINROPE_UNROLL
   for (int r = 0; r < M; r++)
     for (int v = 0; v < N; v++) {
       const int at = (i0 + r) * kChunk + j0 + v * W;
@@ -120,12 +126,8 @@ struct Product {
   float* sums = nullptr;
 };
 
-// Before a loop over the rows of acc that has branches: a compiler that does not unroll it keeps acc in memory, and Clang
-// 22 then stores each sum after each product, which takes twice the time
-#define LINROPE_UNROLL _Pragma("GCC unroll 8")
-
 // One block of rows and one panel
-template <int M, int N> LINROPE_INLINE void multiply_block(const Product& x, int i0, int e0) {
+template <int M, int N> LINROPE_INLINE void multiply_block(const Product x, int i0, int e0) {
   constexpr int P = N * W;
   vf acc[M][N] = {};
   if (x.S) multiply(acc, x.K.used, x.A + i0 * x.K.size, x.K.size, x.S + e0 * x.K.size, P);
@@ -172,45 +174,53 @@ struct System {
   float* U;             // (rows, N)
 };
 
+template <int M, int N> LINROPE_INLINE void solve_block(const System x, int i0, int e0) {
+  vf acc[M][N] = {};
+  if (x.S) multiply(acc, x.K.used, x.A + i0 * x.K.size, x.K.size, x.S + e0 * x.K.size, N * W);
+  const float* L = x.scores + i0 * kChunk;
+  float* U = x.U + i0 * x.N.size + e0;
+  LINROPE_UNROLL
+  for (int r = 0; r < M; r++)
+    for (int v = 0; v < N; v++) acc[r][v] = load(U + r * x.N.size + v * W) - acc[r][v] * x.scale[i0 + r];
+  multiply<false, true>(acc, i0, L, kChunk, x.U + e0, x.N.size);
+  LINROPE_UNROLL
+  for (int r = 0; r < M; r++) {
+    LINROPE_UNROLL
+    for (int j = 0; j < r; j++) {
+      const vf l = splat(L[r * kChunk + i0 + j]);
+      for (int v = 0; v < N; v++) acc[r][v] -= l * acc[j][v];
+    }
+    for (int v = 0; v < N; v++) store(U + r * x.N.size + v * W, acc[r][v]);
+  }
+}
 void solve(const System& x) {
-  panels(x.N, [&]<int N>(int e0) {
-    row_blocks(x.rows, MR, [&]<int M>(int i0) {
-      vf acc[M][N] = {};
-      if (x.S) multiply(acc, x.K.used, x.A + i0 * x.K.size, x.K.size, x.S + e0 * x.K.size, N * W);
-      const float* L = x.scores + i0 * kChunk;
-      float* U = x.U + i0 * x.N.size + e0;
-      for (int r = 0; r < M; r++)
-        for (int v = 0; v < N; v++) acc[r][v] = load(U + r * x.N.size + v * W) - acc[r][v] * x.scale[i0 + r];
-      multiply<false, true>(acc, i0, L, kChunk, x.U + e0, x.N.size);
-      for (int r = 0; r < M; r++) {
-        for (int j = 0; j < r; j++) {
-          const vf l = splat(L[r * kChunk + i0 + j]);
-          for (int v = 0; v < N; v++) acc[r][v] -= l * acc[j][v];
-        }
-        for (int v = 0; v < N; v++) store(U + r * x.N.size + v * W, acc[r][v]);
-      }
-    });
-  });
+  panels(x.N, [&]<int N>(int e0) { row_blocks(x.rows, MR, [&]<int M>(int i0) { solve_block<M, N>(x, i0, e0); }); });
 }
 
 // Solves (I + L)^T Y = X, with L the scores below the diagonal. Y replaces X, the last row first
+template <int M, int N>
+LINROPE_INLINE void solve_transposed_block(int rows, const RowLayout row, const float* scores, float* X, int i0, int e0) {
+  vf acc[M][N];
+  float* to = X + i0 * row.size + e0;
+  LINROPE_UNROLL
+  for (int r = 0; r < M; r++)
+    for (int v = 0; v < N; v++) acc[r][v] = load(to + r * row.size + v * W);
+  const int after = i0 + M;
+  multiply<true, true>(acc, rows - after, scores + after * kChunk + i0, kChunk, X + after * row.size + e0, row.size);
+  LINROPE_UNROLL
+  for (int r = M - 1; r >= 0; r--) {
+    LINROPE_UNROLL
+    for (int i = M - 1; i > r; i--) {
+      const vf l = splat(scores[(i0 + i) * kChunk + i0 + r]);
+      for (int v = 0; v < N; v++) acc[r][v] -= l * acc[i][v];
+    }
+    for (int v = 0; v < N; v++) store(to + r * row.size + v * W, acc[r][v]);
+  }
+}
 void solve_transposed(int rows, const RowLayout& row, const float* scores, float* X) {
   panels(row, [&]<int N>(int e0) {
     row_blocks(rows, MR, [&]<int M>(int first) {
-      const int i0 = rows - first - M;
-      vf acc[M][N];
-      float* to = X + i0 * row.size + e0;
-      for (int r = 0; r < M; r++)
-        for (int v = 0; v < N; v++) acc[r][v] = load(to + r * row.size + v * W);
-      const int after = i0 + M;
-      multiply<true, true>(acc, rows - after, scores + after * kChunk + i0, kChunk, X + after * row.size + e0, row.size);
-      for (int r = M - 1; r >= 0; r--) {
-        for (int i = M - 1; i > r; i--) {
-          const vf l = splat(scores[(i0 + i) * kChunk + i0 + r]);
-          for (int v = 0; v < N; v++) acc[r][v] -= l * acc[i][v];
-        }
-        for (int v = 0; v < N; v++) store(to + r * row.size + v * W, acc[r][v]);
-      }
+      solve_transposed_block<M, N>(rows, row, scores, X, rows - first - M, e0);
     });
   });
 }
@@ -228,27 +238,31 @@ struct Update {
   // its columns
   const float *whole = nullptr, *part = nullptr;
   bool in_columns = false;
+  const float* from = nullptr;  // the state before, if it is not S
 };
 
+template <int M, int N> LINROPE_INLINE void update_block(const Update x, int f0, int e0) {
+  vf acc[M][N] = {};
+  multiply<true>(acc, x.rows, x.B + f0, x.K.size, x.V + e0, x.N.size);
+  const int at = e0 * x.K.size + f0 * N * W;
+  const float* from = (x.from ? x.from : x.S) + at;
+  float* to = x.S + at;
+  LINROPE_UNROLL
+  for (int r = 0; r < M; r++)
+    for (int v = 0; v < N; v++, from += W, to += W) {
+      const vf added = acc[r][v];
+      if (x.whole) {
+        const vf whole = x.in_columns ? load(x.whole + e0 + v * W) : splat(x.whole[f0 + r]);
+        const vf part = x.in_columns ? load(x.part + e0 + v * W) : splat(x.part[f0 + r]);
+        store(to, load(from) * whole + (load(from) * part + added));
+      } else {
+        store(to, x.fresh ? added : x.factor(load(from), added));
+      }
+    }
+}
 void update(const Update& x) {
-  panels(x.N, [&]<int N>(int e0) {
-    row_blocks(x.K.used, MR, [&]<int M>(int f0) {
-      vf acc[M][N] = {};
-      multiply<true>(acc, x.rows, x.B + f0, x.K.size, x.V + e0, x.N.size);
-      for (int r = 0; r < M; r++)
-        for (int v = 0; v < N; v++) {
-          float* s = x.S + e0 * x.K.size + (f0 + r) * N * W + v * W;
-          const vf added = acc[r][v];
-          if (x.whole) {
-            const vf whole = x.in_columns ? load(x.whole + e0 + v * W) : splat(x.whole[f0 + r]);
-            const vf part = x.in_columns ? load(x.part + e0 + v * W) : splat(x.part[f0 + r]);
-            store(s, load(s) * whole + (load(s) * part + added));
-          } else {
-            store(s, x.fresh ? added : x.factor(load(s), added));
-          }
-        }
-    });
-  });
+  const int features = x.from ? x.K.size : x.K.used;  // a new state gets its padding, too
+  panels(x.N, [&]<int N>(int e0) { row_blocks(features, MR, [&]<int M>(int f0) { update_block<M, N>(x, f0, e0); }); });
 }
 
 // Transposes the 4 x 4 blocks, of 128 bits per row, in four rows: y[i] gets column i of each block

@@ -22,8 +22,7 @@ struct Output {
     stride = to.stride / 4;
   }
   void write(const Shape& s, const Rows& to, int64_t token, int count) const {
-    if (!direct)
-      for (int i = 0; i < count; i++) write_values(s, rows + i * stride, to, token + i);
+    if (!direct) write_values(s, rows, stride, to, token, count);
   }
 };
 
@@ -34,7 +33,7 @@ struct Forward : Task {
     float *x = features(), *hat = features();  // of keys, then of queries
     float *keys = features(), *keys_t = features(), *z = features(), *u = values(), *result = values();
     float *scores = score_matrix(), *scale = per_token(), *erase = per_token(), *within = features(1);  // erase: b_i
-    float *k_angles = angle_rows(), *q_angles = angle_rows();
+    mutable AngleRows k_angles{arena, s}, q_angles{arena, s};
     mutable ChunkDecay::Scratch decay{arena, s};
   };
   struct Kept : Pieces {
@@ -58,7 +57,7 @@ struct Forward : Task {
         want_z(c.normalize || ends.z_out || c.saved_z.data), S(kept.S), fresh(!ends.kv_in), z_sum{s.F, kept.z, w.within},
         decay(c, span, s, w.decay), k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, kept.k_angle),
         q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, kept.q_angle) {
-    state_in(s, ends.kv_in, S, false);
+    state_in(s, ends.kv_in, S);
     z_in(s, ends.z_in, z_sum.total);
   }
 
@@ -70,9 +69,8 @@ struct Forward : Task {
     k_angle.forward(t, rows);
     // Without query heads the sweep runs over keys alone, and c.positions may have fewer entries than there are keys.
     if (!same_angles && query_heads) q_angle.forward(t, rows);
-    read_keys(t, rows);
-    if (c.erase.data) erase_keys(t, rows);
-    const bool finite = query_heads ? all_finite(w.u, rows * s.E) : true;
+    bool finite = read_keys(t, rows);
+    if (c.erase.data) finite = erase_keys(t, rows);
     for (int r = 0; r < query_heads; r++) write_outputs(t, rows, r, finite);
     done += rows;
     if (t + rows < span.end || ends.kv_out || ends.z_out) end_chunk(rows);
@@ -81,21 +79,15 @@ struct Forward : Task {
     state_out(s, S, saved_kv(t));
     if (c.saved_z.data) z_out(s, z_sum.total, saved_z(t));
   }
-  // Reads a chunk: psi^, its transpose if scores are wanted, z of each token, and the values
-  void read_keys(int64_t t, int rows) {
-    const int F = s.F, half = s.half;
-    key_features(t, 1, rows, w.x, nullptr);
+  // Reads a chunk: psi^, its transpose if scores are wanted, z of each token, and the values. True if these are finite
+  bool read_keys(int64_t t, int rows) {
+    key_features(t, 1, rows, k_angle, w.x, w.keys, nullptr);
     if (want_z) decay.add_rows(z_sum, w.x, rows, w.z, nullptr);
-    for (int i = 0; i < rows; i++) {
-      prefetch(v, t + i, C, s.e);
-      rotate<false>(s, w.x + i * F, k_angle.cos + i * half, k_angle.sin + i * half, w.keys + i * F);
-      key_values(t + i, w.u + i * s.E);
-    }
-    if (!query_heads && !c.erase.data) return;
-    decay.transpose_keys(w.keys, rows, w.keys_t);
+    if (query_heads || c.erase.data) decay.transpose_keys(w.keys, rows, w.keys_t);
+    return key_values(t, 1, rows, w.u);
   }
-  // Replaces the values by what the tokens write
-  void erase_keys(int64_t t, int rows) {
+  // Replaces the values by what the tokens write. True if that is finite
+  bool erase_keys(int64_t t, int rows) {
     for (int i = 0; i < rows; i++) w.erase[i] = erase(t + i);
     decay.scores(*this, w.keys, w.keys, w.keys_t, rows, w.erase, w.scores);
     const float* from_start = decay.from_start_of_rows();
@@ -103,18 +95,17 @@ struct Forward : Task {
     const float* readers = decay.carried_from_start(w.keys, rows);
     solve({rows, s.feature_row, s.value_row, readers, fresh ? nullptr : S, w.scale, w.scores, w.u});
     for (int i = 0; ends.save && i < rows; i++) copy_out(w.u + i * s.E, saved_u(t + i), s.e);
+    return all_finite(w.u, rows * s.E);
   }
   // Attends with query head r of the key/value head
   void write_outputs(int64_t t, int rows, int r, bool finite) {
-    const int F = s.F, half = s.half;
-    const Angles& query_angles = same_angles ? k_angle : q_angle;
-    const Rows q = queries(r), out = query_rows(c.out, r);
+    const Rows out = query_rows(c.out, r);
     const Output to(s, out, t, w.result);
-    query_features(q, t, 1, rows, w.x, nullptr);
-    for (int i = 0; i < rows; i++) {
-      prefetch(out, t + i, 0, s.e);
-      if (c.normalize) w.scale[i] = inverse_den(dot(w.x + i * F, w.z + i * F, F));
-      rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, w.hat + i * F);
+    for (int i = 0; i < rows; i++) prefetch(out, t + i, 0, s.e);
+    query_features(queries(r), t, 1, rows, same_angles ? k_angle : q_angle, w.x, w.hat, nullptr);
+    if (c.normalize) {
+      dots(w.x, w.z, s.F, rows, s.F, w.scale);
+      inverse_dens(w.scale, rows, w.scale);
     }
     decay.scores(*this, w.hat, w.keys, w.keys_t, rows, nullptr, w.scores);
     multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = decay.carried_from_start(w.hat, rows),
@@ -141,7 +132,8 @@ struct Bidirectional : Task {
   static constexpr int C = kChunk;
   struct Scratch : Pieces {
     using Pieces::Pieces;
-    float *x = features(), *hat = features(), *result = values(), *scale = per_token(), *angles = angle_rows();
+    float *x = features(), *hat = features(), *result = values(), *scale = per_token();
+    mutable AngleRows angles{arena, s};
   };
   struct Kept : Pieces {
     using Pieces::Pieces;
@@ -157,22 +149,22 @@ struct Bidirectional : Task {
   Bidirectional(const Call& c, const Span& span, const Ends& ends, bool, const Scratch& w, const Kept& kept)
       : Task(c, span, ends), w(w), S(kept.S), z(kept.z),
         query_angles(c, s, span, c.positions, ends.angle_in, w.angles, kept.angle) {
-    state_in(s, ends.kv_in, S, false);
+    state_in(s, ends.kv_in, S);
     z_in(s, ends.z_in, kept.z_in);
     for (int i = 0; i < s.F; i++) z[i] = (float)kept.z_in[i];
   }
   void advance() {
     const int64_t t = span.begin + done;
-    const int rows = span.end - t < C ? (int)(span.end - t) : C, F = s.F, half = s.half;
+    const int rows = span.end - t < C ? (int)(span.end - t) : C;
     query_angles.forward(t, rows);
     for (int r = 0; r < group; r++) {
-      const Rows q = queries(r), out = query_rows(c.out, r);
+      const Rows out = query_rows(c.out, r);
       const Output to(s, out, t, w.result);
-      query_features(q, t, 1, rows, w.x, nullptr);
-      for (int i = 0; i < rows; i++) {
-        prefetch(out, t + i, 0, s.e);
-        if (c.normalize) w.scale[i] = inverse_den(dot(w.x + i * F, z, F));
-        rotate<false>(s, w.x + i * F, query_angles.cos + i * half, query_angles.sin + i * half, w.hat + i * F);
+      for (int i = 0; i < rows; i++) prefetch(out, t + i, 0, s.e);
+      query_features(queries(r), t, 1, rows, query_angles, w.x, w.hat, nullptr);
+      if (c.normalize) {
+        dots(w.x, z, 0, rows, s.F, w.scale);
+        inverse_dens(w.scale, rows, w.scale);
       }
       multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = w.hat, .S = S,
                 .last_scale = c.normalize ? w.scale : nullptr, .to = to.rows, .stride = to.stride});

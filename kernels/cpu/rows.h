@@ -170,52 +170,111 @@ void features(const Shape& s, const Rows& rows, int64_t token, int map, float* y
   }
 }
 
-// The same for `count` rows that are one vector or plain. The rows of the next chunk are prefetched: direction 1 for a
-// sweep from the first token on, -1 from the last
-template <class T, int M>
-void read_rows(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y) {
-  const int paired = s.layout == kInterleaved ? s.half : 0;
+// y = R x, or R^T x if transposed
+template <bool transposed>
+LINROPE_INLINE void rotate(const Shape& s, const float* x, const float* cos, const float* sin, float* y) {
+  int done = 0;
+  if (s.compact && s.pairs) {
+    store(y, s.rotation(load(x), cos, sin, transposed));
+    done = W;
+  } else {
+    for (int p = 0; p < s.half; p += W) {
+      const vf a = load(x + p), b = load(x + s.half + p), c = load(cos + p), n = transposed ? -load(sin + p) : load(sin + p);
+      store(y + p, a * c - b * n);
+      store(y + s.half + p, a * n + b * c);
+    }
+    done = 2 * s.half;
+  }
+  for (int i = done; y != x && i < s.F; i += W) store(y + i, load(x + i));
+}
+
+// cos and sin of the tokens' angles (count, half), and where the rotated rows go (count, F); null: not wanted
+struct Turn {
+  const float *cos, *sin;
+  float* to;
+  void row(const Shape& s, int i, const float* x) const {
+    rotate<false>(s, x, cos + i * s.half, sin + i * s.half, to + i * s.F);
+  }
+};
+
+// The pairs p .. p + W - 1 of a plain row
+template <class T> LINROPE_INLINE void read_pairs(const T* x, int p, int half, bool interleaved, vf& first, vf& second) {
+  if (interleaved) return load_pairs(x + 2 * p, first, second);
+  first = load(x + p);
+  second = load(x + half + p);
+}
+
+// y (count, F) = map(features) of the rows from `token` on, each one vector or plain, and the rotated rows. The rows of the
+// next chunk are prefetched: direction 1 for a sweep from the first token on, -1 from the last
+template <class T, int M, bool turns>
+void read_rows(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y, Turn turn) {
+  const int half = s.half, F = s.F;
+  const bool interleaved = s.layout == kInterleaved;
   const int64_t step = rows.stride, ahead = step * kChunk * direction;
   const char* x = rows.at(token);
-  for (int i = 0; i < count; i++, x += step, y += s.F) {
+  for (int i = 0; i < count; i++, x += step, y += F) {
     for (int64_t c = 0; c < s.f * (int)sizeof(T); c += 64) __builtin_prefetch(x + ahead + c, 0, 2);
     if (s.compact) {
       read_compact<T>(s, x, M, y);
+      if (turns) turn.row(s, i, y);
       continue;
     }
     const T* from = (const T*)x;
-    for (int p = 0; p < paired; p += W) {
+    const float *cos = turn.cos + i * half, *sin = turn.sin + i * half;
+    float* to = turn.to + i * F;
+    for (int p = 0; p < half; p += W) {
       vf a, b;
-      load_pairs(from + 2 * p, a, b);
-      store(y + p, apply(M, a));
-      store(y + s.half + p, apply(M, b));
+      read_pairs(from, p, half, interleaved, a, b);
+      a = apply(M, a);
+      b = apply(M, b);
+      store(y + p, a);
+      store(y + half + p, b);
+      if constexpr (turns) {
+        const vf c = load(cos + p), n = load(sin + p);
+        store(to + p, a * c - b * n);
+        store(to + half + p, a * n + b * c);
+      }
     }
-    for (int f = 2 * paired; f < s.F; f += W) store(y + f, apply(M, load(from + f)));
+    for (int f = 2 * half; f < F; f += W) {
+      const vf a = apply(M, load(from + f));
+      store(y + f, a);
+      if constexpr (turns) store(to + f, a);
+    }
   }
 }
-template <class T>
-void read_mapped(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y) {
-  switch (s.map) {
-    case kElu1: return read_rows<T, kElu1>(s, rows, token, direction, count, y);
-    case kRelu: return read_rows<T, kRelu>(s, rows, token, direction, count, y);
-    case kRelu2: return read_rows<T, kRelu2>(s, rows, token, direction, count, y);
-    case kExp: return read_rows<T, kExp>(s, rows, token, direction, count, y);
-    case kSilu: return read_rows<T, kSilu>(s, rows, token, direction, count, y);
-    default: return read_rows<T, kIdentity>(s, rows, token, direction, count, y);
+// The same for all rows; direction: of the sweep
+void features(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y, const Turn& turn) {
+  if (s.plain() || s.compact)
+    return with_type(rows.type, [&]<class T>() {
+      with_map(s.map, [&]<int M>() {
+        turn.to ? read_rows<T, M, true>(s, rows, token, direction, count, y, turn)
+                : read_rows<T, M, false>(s, rows, token, direction, count, y, turn);
+      });
+    });
+  for (int i = 0; i < count; i++) {
+    features(s, rows, token + i, s.map, y + i * s.F);
+    if (turn.to) turn.row(s, i, y + i * s.F);
   }
-}
-// y (count, F) = map(features) of the rows from `token` on; direction: of the sweep
-void features(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y) {
-  if (!s.plain() && !s.compact)
-    for (int i = 0; i < count; i++) features(s, rows, token + i, s.map, y + i * s.F);
-  else
-    with_type(rows.type, [&]<class T>() { read_mapped<T>(s, rows, token, direction, count, y); });
 }
 
+// y += factor x, unless the factor is 0: x may then be infinite
+inline void add_multiple(float factor, const float* x, int n, float* y) {
+  for (int i = 0; factor != 0 && i < n; i += W) store(y + i, load(y + i) + load(x + i) * factor);
+}
 inline float dot(const float* x, const float* y, int n) {
   vf acc = {};
   for (int i = 0; i < n; i += W) acc += load(x + i) * load(y + i);
   return sum(acc);
+}
+// to_i = <x_i, y_i> for rows of K numbers; y's are `stride` apart. Reads, and writes for, up to three rows beyond the last
+inline void dots(const float* x, const float* y, int stride, int count, int K, float* to) {
+  for (int i = 0; i < count; i += 4) {
+    vf sums[4] = {}, parts[4];
+    for (int f = 0; f < K; f += W)
+      for (int r = 0; r < 4; r++) sums[r] += load(x + (i + r) * K + f) * load(y + (i + r) * stride + f);
+    transpose_blocks(sums, parts);
+    *(v4*)(to + i) = sum_of_quarters((parts[0] + parts[1]) + (parts[2] + parts[3]));
+  }
 }
 
 // Divides a row by its length and multiplies it by `length`. Returns the factor of the row: 0 if its length
@@ -243,18 +302,37 @@ void add_features(const Shape& s, const float* y, const Rows& rows, int64_t toke
   for (int i = 0; i < s.f; i++) to[i] += row[i];
 }
 
-template <class T> inline void read_values(const Shape& s, const T* x, float* y, float scale) {
-  for (int e = 0; e < s.E; e += W) {
-    const int count = s.e - e;
-    if (count >= W) store(y + e, load(x + e) * scale);
-    else store(y + e, count > 0 ? (iota() < count ? load_lanes<true>(x + e, count) * scale : vf{}) : vf{});
-  }
+// y (count, E) = the values of the rows from `token` on, times a factor each; null: 1. True if all of them are finite. The
+// rows of the next chunk are prefetched as in read_rows
+bool values(const Shape& s, const Rows& rows, int64_t token, int direction, int count, const float* factors, float* y) {
+  vf bad = {};
+  with_type(rows.type, [&]<class T>() {
+    const int e = s.e, E = s.E, whole = e / W * W;
+    const int64_t ahead = rows.stride * kChunk * direction;
+    const char* from = rows.at(token);
+    for (int i = 0; i < count; i++, y += E, from += rows.stride) {
+      for (int64_t c = 0; c < e * (int)sizeof(T); c += 64) __builtin_prefetch(from + ahead + c, 0, 2);
+      const T* x = (const T*)from;
+      const float factor = factors ? factors[i] : 1;
+      const auto put_vector = [&](int at, vf value) {
+        store(y + at, value);
+        bad += value - value;
+      };
+      for (int at = 0; at < whole; at += W) put_vector(at, load(x + at) * factor);
+      if (whole < E) {
+        for (int at = whole; at < E; at += W) store(y + at, vf{});
+        if (whole < e) put_vector(whole, iota() < e - whole ? load_lanes<true>(x + whole, e - whole) * factor : vf{});
+      }
+    }
+  });
+  const float sum_of_bad = sum(bad);
+  return sum_of_bad == sum_of_bad;
 }
-void values(const Shape& s, const Rows& rows, int64_t token, float* y, float scale = 1) {
-  with_type(rows.type, [&]<class T>() { read_values(s, (const T*)rows.at(token), y, scale); });
-}
-void write_values(const Shape& s, const float* y, const Rows& rows, int64_t token) {
-  with_type(rows.type, [&]<class T>() { copy_out(y, (T*)rows.at(token), s.e); });
+// y: `count` rows, `stride` numbers apart
+void write_values(const Shape& s, const float* y, int64_t stride, const Rows& rows, int64_t token, int count) {
+  with_type(rows.type, [&]<class T>() {
+    for (int i = 0; i < count; i++) copy_out(y + i * stride, (T*)rows.at(token + i), s.e);
+  });
 }
 
 // True if all n numbers, a multiple of W, are finite
@@ -263,24 +341,6 @@ bool all_finite(const float* x, int n) {
   for (int i = 0; i < n; i += W) bad += load(x + i) - load(x + i);
   const float s = sum(bad);
   return s == s;
-}
-
-// y = R x, or R^T x if transposed
-template <bool transposed>
-LINROPE_INLINE void rotate(const Shape& s, const float* x, const float* cos, const float* sin, float* y) {
-  int done = 0;
-  if (s.compact && s.pairs) {
-    store(y, s.rotation(load(x), cos, sin, transposed));
-    done = W;
-  } else {
-    for (int p = 0; p < s.half; p += W) {
-      const vf a = load(x + p), b = load(x + s.half + p), c = load(cos + p), n = transposed ? -load(sin + p) : load(sin + p);
-      store(y + p, a * c - b * n);
-      store(y + s.half + p, a * n + b * c);
-    }
-    done = 2 * s.half;
-  }
-  for (int i = done; y != x && i < s.F; i += W) store(y + i, load(x + i));
 }
 
 // The dot product in float64. A vector of W doubles takes two registers, which GCC would keep in memory.
@@ -293,19 +353,19 @@ inline double product(const float* x, const float* y, int n) {
   return sum(low + high);
 }
 
-// Copies the caller's (f, e) into panels of S (F rows) or of its transpose (E rows); null: zero
-void state_in(const Shape& s, const float* kv, float* S, bool transposed) {
+// Copies the caller's (f, e) into panels of S (F rows); null: zero
+void state_in(const Shape& s, const float* kv, float* S) {
   zero(S, s.F * s.E);
-  const int P = (transposed ? s.feature_row : s.value_row).panel;
-  for (int i = 0; kv && i < s.F; i++) {
-    const int f = s.caller_index(i);
-    if (f < 0) continue;
-    float* to = transposed ? S + i / NW * NW * s.E + i % NW : S + i * P;
-    if (transposed)
-      for (int x = 0; x < s.e; x++) to[x * P] = kv[f * s.e + x];
-    else
-      for (int x = 0; x < s.e; x += P) memcpy(to + x * s.F, kv + f * s.e + x, 4 * (s.e - x < P ? s.e - x : P));
-  }
+  const int P = s.value_row.panel;
+  for (int i = 0; kv && i < s.F; i++)
+    if (const int f = s.caller_index(i); f >= 0)
+      for (int x = 0; x < s.e; x += P) memcpy(S + i * P + x * s.F, kv + f * s.e + x, 4 * (s.e - x < P ? s.e - x : P));
+}
+// The same of its transpose (E rows). S: scratch
+void transposed_state_in(const Shape& s, const float* kv, float* S, float* S_t) {
+  if (!kv) return zero(S_t, s.F * s.E);
+  state_in(s, kv, S);
+  transpose_state(S, s.feature_row, s.value_row, S_t);
 }
 void state_out(const Shape& s, const float* S, float* kv) {
   const int P = s.value_row.panel;

@@ -156,7 +156,8 @@ struct StepScratch : Pieces {
   using Pieces::Pieces;
   float *internal = features(1), *rotated = features(1);
   float *psi = caller_features(), *psi_hat = caller_features(), *phi = caller_features(), *phi_hat = caller_features();
-  float *v = values(1), *result = values(1), *k_angles = angle_rows(), *q_angles = angle_rows();
+  float *v = values(1), *result = values(1);
+  mutable AngleRows k_angles{arena, s}, q_angles{arena, s};
   AngleMemory k_angle{arena, s}, q_angle{arena, s};
   float* carried = caller_features();
   FeatureFactors of_features{arena, s.per_unit ? round_up(s.f, W) + W : 0};
@@ -174,9 +175,8 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
                float* kv, double* z) {
   const Call& c = task.c;
   const Shape& s = task.s;
-  task.key_features(0, 1, 1, w.internal, nullptr);
-  task.key_values(0, w.v);
-  rotate<false>(s, w.internal, k_angle.cos, k_angle.sin, w.rotated);
+  task.key_features(0, 0, 1, k_angle, w.internal, w.rotated, nullptr);
+  task.key_values(0, 0, 1, w.v);
   write_features(s, w.internal, w.psi);
   write_features(s, w.rotated, w.psi_hat);
   const DecayFactor factor(Decay(c, task.span).at(0));
@@ -189,8 +189,7 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
   for (int r = 0; r == 0 || r < task.group; r++) {
     double den = 0;
     if (task.group) {
-      task.query_features(task.queries(r), 0, 1, 1, w.internal, nullptr);
-      rotate<false>(s, w.internal, q_angle.cos, q_angle.sin, w.rotated);
+      task.query_features(task.queries(r), 0, 0, 1, q_angle, w.internal, w.rotated, nullptr);
       write_features(s, w.internal, w.phi);
       write_features(s, w.rotated, w.phi_hat);
       for (int f = 0; z && f < s.f; f++) den += z[f] * w.phi[f];
@@ -217,7 +216,7 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
         e = s.e;
       }
     }
-    if (task.group) write_values(s, w.result, task.query_rows(c.out, r), 0);
+    if (task.group) write_values(s, w.result, s.E, task.query_rows(c.out, r), 0, 1);
   }
 }
 
@@ -228,16 +227,13 @@ void step(const Call& c, int64_t row, int64_t first, int64_t last, float* kv, do
   const auto scratch = lay_out<StepScratch>(s);
   const bool same_angles = same_positions(c);
   Units units(c, {row, first, 0, 1}, s, false);
-  const bool shared_angles = !c.theta.head && !c.angle.head && !c.angle_steps.data;
   for (int64_t head = first; head < last; head++) {
     const Span span{row, head, 0, 1};
     const Task task(c, span, {});
     Angles k_angle(c, s, span, c.key_positions, nullptr, scratch.k_angles, scratch.k_angle);
     Angles q_angle(c, s, span, c.positions, nullptr, scratch.q_angles, scratch.q_angle);
-    if (!shared_angles || head == first) {  // heads that share their angles reuse the table
-      k_angle.forward(0, 1);
-      if (!same_angles) q_angle.forward(0, 1);
-    }
+    k_angle.forward(0, 1);
+    if (!same_angles) q_angle.forward(0, 1);
     if (s.per_unit) units.go_to(c, span);
     step_head(task, scratch, k_angle, same_angles ? k_angle : q_angle, units, kv + head * s.f * s.e,
               z ? z + head * s.f : nullptr);

@@ -51,28 +51,40 @@ struct Task {
     const View& mask = c.key_mask;
     return !mask.data || mask.as<bool>()[batch * mask.batch + token * mask.token];
   }
-  // Features of queries and of keys from `token` on, and with c.query_length the factors that gave the rows their length;
-  // null: not wanted. The contents of masked tokens are never used, here and for values
-  void query_features(const Rows& q, int64_t token, int direction, int count, float* phi, float* factors) const {
-    features(s, q, token, direction, count, phi);
-    set_lengths(phi, count, (float)c.query_length, factors);
+  // Features of queries and of keys from `token` on, the same rotated, and with c.query_length the factors that gave the
+  // rows their length; null: not wanted. The contents of masked tokens are never used, here and for values
+  void query_features(const Rows& q, int64_t token, int direction, int count, const Angles& angles, float* phi,
+                      float* rotated, float* factors) const {
+    read_features(q, token, direction, count, (float)c.query_length, phi, angles.turn(rotated), factors);
   }
-  void key_features(int64_t token, int direction, int count, float* psi, float* factors) const {
-    features(s, k, token, direction, count, psi);
-    set_lengths(psi, count, 1, factors);
-    if (c.key_mask.data)
-      for (int i = 0; i < count; i++)
-        if (!unmasked(token + i)) zero(psi + i * s.F, s.F);
+  void key_features(int64_t token, int direction, int count, const Angles& angles, float* psi, float* rotated,
+                    float* factors) const {
+    read_features(k, token, direction, count, 1, psi, angles.turn(rotated), factors);
+    for (int i = 0; c.key_mask.data && i < count; i++)
+      if (!unmasked(token + i))
+        for (float* rows : {psi, rotated}) zero(rows + i * s.F, s.F);
   }
-  void set_lengths(float* rows, int count, float length, float* factors) const {
-    for (int i = 0; c.query_length && i < count; i++) {
-      const float factor = set_length(s, rows + i * s.F, length);
+  void read_features(const Rows& x, int64_t token, int direction, int count, float length, float* y, const Turn& turn,
+                     float* factors) const {
+    if (!c.query_length) return features(s, x, token, direction, count, y, turn);
+    features(s, x, token, direction, count, y, {});
+    for (int i = 0; i < count; i++) {
+      const float factor = set_length(s, y + i * s.F, length);
       if (factors) factors[i] = factor;
+      turn.row(s, i, y + i * s.F);
     }
   }
-  void key_values(int64_t token, float* to) const {
-    if (unmasked(token)) values(s, v, token, to, write(token));
-    else zero(to, s.E);
+  // The values of keys from `token` on, times what `write` says. True if all of them are finite
+  bool key_values(int64_t token, int direction, int count, float* to) const {
+    float factors[kChunk];
+    for (int i = 0; c.write.data && i < count; i++) factors[i] = write(token + i);
+    const float* written = c.write.data ? factors : nullptr;
+    if (!c.key_mask.data) return values(s, v, token, direction, count, written, to);
+    bool finite = true;
+    for (int i = 0; i < count; i++)
+      if (!unmasked(token + i)) zero(to + i * s.E, s.E);
+      else finite &= values(s, v, token + i, direction, 1, written ? written + i : nullptr, to + i * s.E);
+    return finite;
   }
   float read_factor(const View& x, int64_t token) const {
     const int64_t at = batch * x.batch + token * x.token + span.head * x.head;
@@ -95,10 +107,9 @@ struct Task {
   }
   // What the token wrote, with erase (e)
   float* saved_u(int64_t token) const { return c.saved_u.as<float>() + key_index(token) * s.e; }
-  // 1 / max(den, eps), 1 / (den + eps), or 1 without a normalizer
-  float inverse_den(float den) const {
-    if (!c.normalize) return 1;
-    return 1 / (c.add_eps ? den + eps : largest(splat(den), eps)[0]);
+  // 1 / max(den, eps) or 1 / (den + eps), of `count` tokens
+  void inverse_dens(const float* dens, int count, float* to) const {
+    for (int i = 0; i < count; i += W) store(to + i, 1 / (c.add_eps ? load(dens + i) + eps : largest(load(dens + i), eps)));
   }
 };
 
@@ -204,7 +215,6 @@ struct Pieces {
   float* values(int rows = kChunk) const { return arena.take<float>(rows * s.E); }
   float* per_token() const { return arena.take<float>(kChunk); }
   float* score_matrix() const { return arena.take<float>(kChunk * kChunk); }
-  float* angle_rows() const { return arena.take<float>(2 * kChunk * s.half); }
   float* state() const { return arena.take<float>(s.F * s.E); }
   double* feature_sums() const { return arena.take<double>(s.F); }
 };

@@ -108,14 +108,17 @@ template <int block> LINROPE_INLINE v4 quarter(vf x) {
   return __builtin_shufflevector(x, x, 4 * block, 4 * block + 1, 4 * block + 2, 4 * block + 3);
 }
 
-inline float sum(vf x) {
+inline v4 sum_of_quarters(vf x) {
 #if defined(__AVX512F__)
-  const v4 t = (quarter<0>(x) + quarter<1>(x)) + (quarter<2>(x) + quarter<3>(x));
+  return (quarter<0>(x) + quarter<1>(x)) + (quarter<2>(x) + quarter<3>(x));
 #elif defined(__AVX2__)
-  const v4 t = quarter<0>(x) + quarter<1>(x);
+  return quarter<0>(x) + quarter<1>(x);
 #else
-  const v4 t = x;
+  return x;
 #endif
+}
+inline float sum(vf x) {
+  const v4 t = sum_of_quarters(x);
   const v4 pairs = t + __builtin_shufflevector(t, t, 2, 3, 0, 1);
   return pairs[0] + pairs[1];
 }
@@ -193,6 +196,19 @@ LINROPE_INLINE vf apply(int map, vf x) {
     default: return x;
   }
 }
+// Calls f<map>()
+template <class F> LINROPE_INLINE void with_map(int map, F f) {
+  switch (map) {
+    case kElu1: return f.template operator()<kElu1>();
+    case kRelu: return f.template operator()<kRelu>();
+    case kRelu2: return f.template operator()<kRelu2>();
+    case kExp: return f.template operator()<kExp>();
+    case kSilu: return f.template operator()<kSilu>();
+    default: return f.template operator()<kIdentity>();
+  }
+}
+// True if the slope of a map depends on x, and not only on y
+constexpr bool reads_input(int map) { return map == kSilu || map == kRelu2; }
 // dy/dx of y = apply(map, x)
 LINROPE_INLINE vf slope(int map, vf x, vf y) {
   switch (map) {
