@@ -21,7 +21,7 @@ struct Configuration {
 };
 inline void multiply_scores(const Scores&) {}
 inline void multiply(const Product&) {}
-inline void update(const Update&) {}
+inline void update(const Update&, Prefetcher&) {}
 #else
 constexpr bool kAvailable = true;
 constexpr int C = kChunk, kTile = 16;  // a tile has 16 rows of 16 float32 numbers or pairs
@@ -210,8 +210,8 @@ void multiply(const Product& x) {
   for (int i = 0; i < x.rows; i++) multiply_rows(x, i, i + 1, x.transposed ? i : 0, x.transposed ? x.rows : i + 1);
 }
 
-void update(const Update& x) {
-  if (x.whole || !x.rows) return linrope::update(x);
+void update(const Update& x, Prefetcher& ahead) {
+  if (x.whole || !x.rows) return linrope::update(x, ahead);
   alignas(64) float B_t[kMaxRow * C], block[C * C];
   Split<kMaxRow * C> B;
   Split<C * C> V;

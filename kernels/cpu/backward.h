@@ -15,6 +15,8 @@
 // a later one: those of other chunks <S, dS> e^(D_end), those with a reader in the chunk <phi^_i, e^(D_i) S gb_i>, those
 // with a writer in it <psi^_j, e^(D_end - D_j) dS u_j>, and those in it score by score. No large terms cancel.
 #pragma once
+#include <array>
+
 #include "forward.h"
 
 namespace linrope {
@@ -37,20 +39,45 @@ void through_map(const Task& task, const Rows& inputs, int64_t token, const floa
   }
 }
 
-// The same for `count` plain rows, which are written to `to`
+// Gradients of `count` rows of features (F): R^T d + factors o added, with R the rotation of each row. A factor of 0 keeps
+// infinities of `added` out
+struct FeatureGradients {
+  const float *cos, *sin;  // (count, half)
+  const float* d;          // (count, F): the gradients of the rotated rows
+  const float* added;      // rows `stride` apart; null: 0
+  int stride;
+  const float* factors;  // null: 1
+  FeatureGradients(const Angles& angles, const float* d, const float* added, int stride, const float* factors, int first = 0)
+      : cos(angles.cos + first * angles.s.half), sin(angles.sin + first * angles.s.half), d(d), added(added),
+        stride(stride), factors(factors) {}
+  float factor(int i) const { return !added ? 0 : factors ? factors[i] : 1; }
+  void row(const Shape& s, int i, float* to) const {
+    rotate<true>(s, d + i * s.F, cos + i * s.half, sin + i * s.half, to);
+    if (factor(i) != 0) add_multiple(factor(i), added + i * stride, s.F, to);
+  }
+};
+
+// The same for plain rows, times the slope of the map, written to `to`. y: the features; inputs: those of the map
 template <class T, int M>
 void write_through_map(const Shape& s, const Rows& inputs, const Rows& to, int64_t token, int count, const float* y,
-                       const float* d) {
+                       const FeatureGradients x) {
   const int half = s.half, F = s.F;
   const bool interleaved = s.layout == kInterleaved;
-  for (int i = 0; i < count; i++, y += F, d += F) {
-    const T* x = (const T*)inputs.at(token + i);
+  for (int i = 0; i < count; i++, y += F) {
+    const T* input = (const T*)inputs.at(token + i);
     T* row = (T*)to.at(token + i);
+    const float *d = x.d + i * F, *cos = x.cos + i * half, *sin = x.sin + i * half, factor = x.factor(i);
+    const float* added = factor != 0 ? x.added + i * x.stride : nullptr;
     for (int p = 0; p < half; p += W) {
-      vf xa = {}, xb = {};
-      if (reads_input(M)) read_pairs(x, p, half, interleaved, xa, xb);
-      const vf a = load(d + p) * slope(M, xa, load(y + p));
-      const vf b = load(d + half + p) * slope(M, xb, load(y + half + p));
+      const vf da = load(d + p), db = load(d + half + p), c = load(cos + p), n = load(sin + p);
+      vf a = da * c + db * n, b = db * c - da * n, input_a = {}, input_b = {};
+      if (added) {
+        a += load(added + p) * factor;
+        b += load(added + half + p) * factor;
+      }
+      if (reads_input(M)) read_pairs(input, p, half, interleaved, input_a, input_b);
+      a *= slope(M, input_a, load(y + p));
+      b *= slope(M, input_b, load(y + half + p));
       if (interleaved) {
         store_pairs(row + 2 * p, a, b);
       } else {
@@ -58,59 +85,59 @@ void write_through_map(const Shape& s, const Rows& inputs, const Rows& to, int64
         store(row + half + p, b);
       }
     }
-    for (int f = 2 * half; f < F; f += W)
-      store(row + f, load(d + f) * slope(M, reads_input(M) ? load(x + f) : vf{}, load(y + f)));
+    for (int f = 2 * half; f < F; f += W) {
+      const vf a = added ? load(d + f) + load(added + f) * factor : load(d + f);
+      store(row + f, a * slope(M, reads_input(M) ? load(input + f) : vf{}, load(y + f)));
+    }
   }
 }
-// Writes the gradients of inputs of the map from `token` on, given those of their features y. d is overwritten
+// The same for all rows. raw, row: scratch (F)
 void write_gradients(const Task& task, const Rows& inputs, const Rows& to, int64_t token, int count, const float* y,
-                     float length, const float* factors, float* raw, float* d) {
+                     float length, const float* lengths, const FeatureGradients& x, float* raw, float* row) {
   const Shape& s = task.s;
   const Call& c = task.c;
   if (s.plain() && !s.compact && !c.query_length && inputs.type == to.type && c.heads_per_gradient == 1)
     return with_type(to.type, [&]<class T>() {
-      with_map(s.map, [&]<int M>() { write_through_map<T, M>(s, inputs, to, token, count, y, d); });
+      with_map(s.map, [&]<int M>() { write_through_map<T, M>(s, inputs, to, token, count, y, x); });
     });
   for (int i = 0; i < count; i++) {
-    through_map(task, inputs, token + i, y + i * s.F, length, factors[i], raw, d + i * s.F);
-    task.write_gradient(d + i * s.F, to, token + i);
+    x.row(s, i, row);
+    through_map(task, inputs, token + i, y + i * s.F, length, lengths[i], raw, row);
+    task.write_gradient(row, to, token + i);
   }
 }
 
-inline void rotate_back(const Shape& s, float* rows, int count, const Angles& angles) {
-  for (int i = 0; i < count; i++)
-    rotate<true>(s, rows + i * s.F, angles.cos + i * s.half, angles.sin + i * s.half, rows + i * s.F);
+// What a token's pairs add to the gradients of its angle steps: a rotation keeps these products, so that rotated features and
+// their gradients have them, too
+inline float of_angle(const Shape& s, const float* rotated, const float* d, int pair) {
+  const int first = pair * s.pair_stride, second = first + s.partner;
+  return rotated[first] * d[second] - rotated[second] * d[first];
 }
 
 // Finishes the gradients of queries, given d (count, F) = dphi^ without the normalizer's share
 struct FinishQueries {
   const Task& task;
   const Angles& angles;
-  const float *phi, *z;  // (count, F); z's rows are z_stride apart
+  const float *phi, *rotated, *z;  // (count, F); z's rows are z_stride apart
   int z_stride;
   const float *dens, *inverse_dens, *factors;  // per token; factors: those of Task::query_features
-  float *d, *ddens, *raw;                      // ddens: per token, is set; raw: scratch (F)
+  const float* d;
+  float *ddens, *raw, *row;  // ddens: per token, is set; raw, row: scratch (F)
 
   // Adds the terms of the queries to the gradients of angle steps, if these are wanted. dq: null: only ddens are wanted
   void operator()(const Rows& q, const Rows* dq, int64_t token, int count) const {
     const Shape& s = task.s;
     const Call& c = task.c;
-    rotate_back(s, d, count, angles);
     if (c.normalize) find_ddens(count);
     if (!dq) return;
-    for (int i = 0; c.d_angle_steps && i < count; i++) {
-      const float *y = phi + i * s.F, *dy = d + i * s.F;
-      float* steps = task.angle_steps_at(token + i);
-      for (int p = 0; p < s.pairs; p++) {
-        const int a = p * s.pair_stride, b = a + s.partner;
-        steps[p] += y[a] * dy[b] - y[b] * dy[a];
-      }
-    }
-    for (int i = 0; c.normalize && i < count; i++) add_multiple(ddens[i], z + i * z_stride, s.F, d + i * s.F);
-    write_gradients(task, q, *dq, token, count, phi, (float)c.query_length, factors, raw, d);
+    for (int i = 0; c.d_angle_steps && i < count; i++)
+      for (int p = 0; p < s.pairs; p++)
+        task.angle_steps_at(token + i)[p] += of_angle(s, rotated + i * s.F, d + i * s.F, p);
+    const FeatureGradients gradients(angles, d, c.normalize ? z : nullptr, z_stride, ddens);
+    write_gradients(task, q, *dq, token, count, phi, (float)c.query_length, factors, gradients, raw, row);
   }
-  void find_ddens(int count) const {  // <gb, num> = <phi, dphi>; 0 where den is constant
-    dots(phi, d, task.s.F, count, task.s.F, ddens);
+  void find_ddens(int count) const {  // <gb, num> = <phi^, dphi^>; 0 where den is constant
+    dots(rotated, d, task.s.F, count, task.s.F, ddens);
     for (int i = 0; i < count; i += W) {
       const vf x = -load(ddens + i) * load(inverse_dens + i);
       store(ddens + i, task.c.add_eps ? x : load(dens + i) < task.eps ? vf{} : x);
@@ -126,8 +153,9 @@ struct Backward : Task {
     float *psi = features(), *keys = features(), *keys_t = features(), *phi = features(), *queries = features();
     // z of each token, z before it, and dden phi summed over the query heads, then over later tokens
     float *z = features(), *z_before = features(), *dden_phi = features();
-    // dphi^, dpsi^, what the keys have read (see above), the input of a map, and the chunk's part of a running sum
-    float *dq = features(), *dk = features(), *read = features(), *raw = features(1), *within = features(1);
+    // dphi^, dpsi^, what the keys have read (see above), and the chunk's part of a running sum
+    float *dq = features(), *dk = features(), *read = features(), *within = features(1);
+    float *raw = features(1), *row = features(1);  // the input of a map, and a gradient
     // u, u transposed, gb, the gradient of u, and x times -b e^D or a token's value
     float *u = values(), *u_t = values(), *gb = values(), *x = values(), *scaled = values();
     // With `i` a reader and j a writer. scores: e^(D_i - D_j) <phi^_i, psi^_j>. products: e^(D_i - D_j) <gb_i, u_j>, and
@@ -141,7 +169,12 @@ struct Backward : Task {
     // Each token's terms of log decay's gradient, in W parts: of its queries, of its key as a reader, of its key as a writer
     float *of_readers = arena.take<float>(C * W), *of_erasers = arena.take<float>(C * W);
     float *of_writers = arena.take<float>(C * W), *dS_t = state();  // dS_t: dS transposed
-    mutable AngleRows k_angles{arena, s}, q_angles{arena, s};
+    // Of keys in each chunk of the block: the states before its chunks are found first
+    mutable std::array<AngleRows, kChunks> k_angles = angle_rows(std::make_index_sequence<kChunks>());
+    mutable AngleRows q_angles[1] = {{arena, s}};
+    template <size_t... I> std::array<AngleRows, kChunks> angle_rows(std::index_sequence<I...>) const {
+      return {((void)I, AngleRows(arena, s))...};
+    }
     mutable ChunkDecay::Scratch decay{arena, s};
     // Only with a decay per unit. dk_within: the part of dpsi^ that comes from pairs within leaves. da: log decay's gradient
     float *dk_within = of_units(C), *da = of_units(C);
@@ -181,7 +214,7 @@ struct Backward : Task {
         want_states(want_output ? query_heads || c.d_log_decay || erases : query_heads && c.normalize),
         want_z(want_states && (c.normalize || (want_d_log_decay && want_dz))), dS(kept.dS), fresh(!ends.dkv_in),
         z_sum{s.F, nullptr, w.within}, dz_sum{s.F, kept.dz, w.within}, decay(c, span, s, w.decay),
-        k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles, kept.k_angle),
+        k_angle(c, s, span, c.key_positions, ends.angle_in, w.k_angles.data(), kept.k_angle),
         q_angle(c, s, span, c.positions, ends.angle_in, w.q_angles, kept.q_angle), dk(gradients(c.dk, span.head)),
         dv(key_rows(c.dv)) {
     add_steps(span.begin, span.end, 1);  // the sweep starts from the total angle
@@ -198,7 +231,7 @@ struct Backward : Task {
     if (want_states && (end == span.end || (end - span.start) % kBlock == 0)) find_states(first, end);
     const int chunk = (int)((t - first) / C);
     const bool from_zero = t == span.start && !ends.kv_in;
-    sweep(t, (int)(end - t), from_zero ? nullptr : kept.states + chunk * s.F * s.E, kept.z_states + chunk * s.F);
+    sweep(t, (int)(end - t), chunk, from_zero ? nullptr : kept.states + chunk * s.F * s.E);
     done += end - t;
     fresh = false;
   }
@@ -211,8 +244,10 @@ struct Backward : Task {
     int64_t t = first;
     for (int i = 0; end - t > C; i++, t += C) {
       decay.plan(t, C, false);
-      k_angle.forward(t, C);
-      read_keys(t, C, 1);
+      k_angle.forward(t, C, i);
+      fetch(k, t + C, s.f);
+      fetch(v, t + C, s.e);
+      read_keys(t, C);
       const float* S = kept.states + i * s.F * s.E;
       scale_rows(w.u, C, s.E, decay.to_end_of_rows());
       const float* writers = decay.carried_to_end(w.keys, C);
@@ -229,26 +264,25 @@ struct Backward : Task {
     add_steps(t, end, 1);
   }
   // psi, psi^ and u
-  void read_keys(int64_t t, int rows, int direction) {
-    key_features(t, direction, rows, k_angle, w.psi, w.keys, w.key_factors);
+  void read_keys(int64_t t, int rows) {
+    key_features(t, rows, k_angle, w.psi, w.keys, w.key_factors);
     if (!erases) {
-      key_values(t, direction, rows, w.u);
+      key_values(t, rows, w.u);
       return;
     }
     for (int i = 0; i < rows; i++) {
       float* u = w.u + i * s.E;
-      prefetch(v, t + i, C * direction, s.e);
       copy_in(saved_u(t + i), u, s.e);
       zero(u + s.e, s.E - s.e);
     }
   }
 
-  // The chunk of `rows` tokens from t on; S_t (S^T; null: zero) and z before it
-  void sweep(int64_t t, int rows, const float* S_t, double* z) {
+  // The chunk of `rows` tokens from t on, with its number in the block and S^T before it (null: zero)
+  void sweep(int64_t t, int rows, int chunk, const float* S_t) {
     decay.plan(t, rows);
-    k_angle.backward(t, rows);
+    k_angle.backward(t, rows, chunk);
     if (!same_angles && query_heads) q_angle.backward(t, rows);
-    if (want_output || c.normalize) read_chunk(t, rows, z);
+    if (want_output || c.normalize) read_chunk(t, rows, kept.z_states + chunk * s.F);
     if (want_output) gradients_after(rows, S_t);
     double across = 0;
     if (want_d_log_decay && !s.per_unit && S_t && !fresh) across = decay.scalar.factor.exact * product_of_states(S_t, w.dS_t);
@@ -267,10 +301,16 @@ struct Backward : Task {
     if (want_output) write_gradients(t, rows);
   }
   void read_chunk(int64_t t, int rows, double* z) {
-    read_keys(t, rows, -1);
-    for (int i = 0; want_output && i < rows; i++) {
-      prefetch(dk, t + i, 0, s.f);
-      prefetch(dv, t + i, 0, s.e);
+    const int64_t first = block_begin(t);
+    for (const int64_t next : {t - C, first - kBlock}) {  // the latter is the first chunk that find_states reads
+      if (next != t - C && t != first) continue;
+      fetch(k, next, s.f);
+      fetch(v, next, s.e);
+    }
+    read_keys(t, rows);
+    if (want_output) {
+      fetch(dk, t - C, s.f);
+      fetch(dv, t - C, s.e);
     }
     if (query_heads || erases) {
       decay.transpose_keys(w.keys, rows, w.keys_t);
@@ -384,13 +424,15 @@ struct Backward : Task {
   bool read_queries(int64_t t, int rows, int r) {
     const Angles& angles = same_angles ? k_angle : q_angle;
     const Rows q = queries(r), dout = query_rows(c.dout, r), dq = gradients(c.dq, query_head(r));
-    for (int i = 0; want_output && i < rows; i++) prefetch(dq, t + i, 0, s.f);
-    query_features(q, t, -1, rows, angles, w.phi, w.queries, w.query_factors);
+    fetch(q, t - C, s.f);
+    fetch(dout, t - C, s.e);
+    if (want_output) fetch(dq, t - C, s.f);
+    query_features(q, t, rows, angles, w.phi, w.queries, w.query_factors);
     if (c.normalize) {
       dots(w.phi, w.z, s.F, rows, s.F, w.dens);
       inverse_dens(w.dens, rows, w.inverse_dens);
     }
-    return values(s, dout, t, -1, rows, c.normalize ? w.inverse_dens : nullptr, w.gb);
+    return values(s, dout, t, rows, c.normalize ? w.inverse_dens : nullptr, w.gb);
   }
   // to_ij = e^(D_i - D_j) <A_i, u_j>, or without the decay if it is per unit. Times the scores of the same tokens, this is
   // what a pair adds to log decay's gradient
@@ -411,10 +453,11 @@ struct Backward : Task {
     if (!want_output && !c.normalize) return;
     const Rows q = queries(r), dq = gradients(c.dq, query_head(r));
     for (int i = 0; want_d_angle_steps && r == 0 && i < rows; i++) zero(angle_steps_at(t + i), (int)c.pairs);
-    const FinishQueries finish{*this, same_angles ? k_angle : q_angle, w.phi, w.z, s.F, w.dens, w.inverse_dens,
-                               w.query_factors, w.dq, w.ddens, w.raw};
+    const FinishQueries finish{*this, same_angles ? k_angle : q_angle, w.phi, w.queries, w.z, s.F, w.dens,
+                               w.inverse_dens, w.query_factors, w.dq, w.ddens, w.raw, w.row};
     finish(q, want_output ? &dq : nullptr, t, rows);
-    for (int i = 0; c.normalize && i < rows; i++) add_multiple(w.ddens[i], w.phi + i * s.F, s.F, w.dden_phi + i * s.F);
+    for (int i = 0; c.normalize && i < rows; i++)
+      if (w.ddens[i] != 0) add_multiple(w.ddens[i], w.phi + i * s.F, s.F, w.dden_phi + i * s.F);
   }
   // What the chunk's keys have read and erased
   void sweep_erasers(int64_t t, int rows, const float* S_t) {
@@ -497,37 +540,36 @@ struct Backward : Task {
   }
 
   void write_gradients(int64_t t, int rows) {
-    rotate_back(s, w.dk, rows, k_angle);
     if (want_d_angle_steps) sum_angle_steps(t, rows);
-    for (int i = 0; want_dz && i < rows * s.F; i += W) store(w.dk + i, load(w.dk + i) + load(w.dden_phi + i));
     for (int i = 0; c.write.data && i < rows; i++) split_gradient(t + i, w.x + i * s.E, w.scaled);
     if (!c.key_mask.data) {
-      linrope::write_gradients(*this, k, dk, t, rows, w.psi, 1, w.key_factors, w.raw, w.dk);
+      linrope::write_gradients(*this, k, dk, t, rows, w.psi, 1, w.key_factors, of_keys(0), w.raw, w.row);
       return write_values(s, w.x, s.E, dv, t, rows);
     }
     for (int i = 0; i < rows; i++) {
-      float *d = w.dk + i * s.F, *d_value = w.x + i * s.E;
+      float* d_value = w.x + i * s.E;
       if (unmasked(t + i)) {
-        linrope::write_gradients(*this, k, dk, t + i, 1, w.psi + i * s.F, 1, w.key_factors + i, w.raw, d);
+        linrope::write_gradients(*this, k, dk, t + i, 1, w.psi + i * s.F, 1, w.key_factors + i, of_keys(i), w.raw, w.row);
       } else {
-        zero(d, s.F);
+        zero(w.row, s.F);
         zero(d_value, s.E);
-        write_gradient(d, dk, t + i);
+        write_gradient(w.row, dk, t + i);
       }
       write_values(s, d_value, s.E, dv, t + i, 1);
     }
+  }
+  // Of the chunk's features from row i on
+  FeatureGradients of_keys(int i) const {
+    return {k_angle, w.dk + i * s.F, want_dz ? w.dden_phi + i * s.F : nullptr, s.F, nullptr, i};
   }
   // Adds the terms of the keys to the gradients of angle steps, which are sums over later tokens, too. The normalizer's
   // share is not rotated
   void sum_angle_steps(int64_t t, int rows) {
     for (int i = rows - 1; i >= 0; i--) {
-      const float *y = w.psi + i * s.F, *d = w.dk + i * s.F;
       float* steps = angle_steps_at(t + i);
       if (!c.dout.data) zero(steps, s.pairs);  // no query has written its terms
-      for (int p = 0; unmasked(t + i) && p < s.pairs; p++) {
-        const int first = p * s.pair_stride, second = first + s.partner;
-        ends.sums[p] += y[first] * d[second] - y[second] * d[first];
-      }
+      for (int p = 0; unmasked(t + i) && p < s.pairs; p++)
+        ends.sums[p] += of_angle(s, w.keys + i * s.F, w.dk + i * s.F, p);
       for (int p = 0; p < s.pairs; p++) steps[p] = (float)(ends.sums[p] += steps[p]);
     }
   }
@@ -536,7 +578,7 @@ struct Backward : Task {
     const float factor = unmasked(token) ? write(token) : 0;
     float product_with_value = 0;
     if (c.d_write && unmasked(token)) {
-      values(s, v, token, 0, 1, nullptr, value);
+      values(s, v, token, 1, nullptr, value);
       product_with_value = (float)product(gradient, value, s.E);
     }
     if (c.d_write) c.d_write[key_index(token)] = product_with_value;
@@ -556,8 +598,8 @@ struct BidirectionalBackward : Task {
     using Pieces::Pieces;
     float *x = features(), *hat = features(), *d = features(), *gb = values();
     float *dens = per_token(), *inverse_dens = per_token(), *ddens = per_token(), *factors = per_token();
-    float* raw = features(1);
-    mutable AngleRows angles{arena, s};
+    float *raw = features(1), *row = features(1);
+    mutable AngleRows angles[1] = {{arena, s}};
   };
   struct Kept : Pieces {
     using Pieces::Pieces;
@@ -590,15 +632,18 @@ struct BidirectionalBackward : Task {
       for (int i = 0; i < rows; i++) zero(angle_steps_at(t + i), (int)c.pairs);
     for (int r = 0; r < group; r++) {
       const Rows q = queries(r), dout = query_rows(c.dout, r), dq = gradients(c.dq, query_head(r));
-      for (int i = 0; i < rows; i++) prefetch(dq, t + i, 0, s.f);
-      query_features(q, t, 1, rows, query_angles, w.x, w.hat, w.factors);
+      fetch(q, t + C, s.f);
+      fetch(dout, t + C, s.e);
+      fetch(dq, t + C, s.f);
+      query_features(q, t, rows, query_angles, w.x, w.hat, w.factors);
       if (c.normalize) {
         dots(w.x, z, 0, rows, F, w.dens);
         inverse_dens(w.dens, rows, w.inverse_dens);
       }
-      values(s, dout, t, 1, rows, c.normalize ? w.inverse_dens : nullptr, w.gb);
+      values(s, dout, t, rows, c.normalize ? w.inverse_dens : nullptr, w.gb);
       multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.gb, .S = S, .to = w.d, .stride = F});
-      const FinishQueries finish{*this, query_angles, w.x, z, 0, w.dens, w.inverse_dens, w.factors, w.d, w.ddens, w.raw};
+      const FinishQueries finish{*this, query_angles, w.x, w.hat, z, 0, w.dens, w.inverse_dens, w.factors, w.d, w.ddens,
+                                 w.raw, w.row};
       finish(q, &dq, t, rows);
       for (int i = 0; c.normalize && i < rows; i++)
         for (int f = 0; f < F; f++) dz[f] += w.ddens[i] * w.x[i * F + f];

@@ -194,8 +194,8 @@ struct AngleMemory {  // of one head; see Angles
 };
 
 struct AngleRows {  // of a chunk, used by the heads of a bundle in turn
-  float *cos, *sin;  // (kChunk, half)
-  int64_t begin = -1;  // the chunk's first token, and how many follow
+  float *cos, *sin;        // (kChunk, half)
+  int64_t begin = -1;      // the first of the tokens that they are of, and their number
   int rows = 0;
   AngleRows(Arena& arena, const Shape& s)
       : cos(arena.take<float>(kChunk * s.half)), sin(arena.take<float>(kChunk * s.half)) {}
@@ -211,16 +211,16 @@ struct Angles {
   uint64_t* sum;                // (half): the state's angle plus the angle steps up to the current token
   uint64_t* theta;              // (axes, half)
   const float* rotation_table;  // of this head; null: there is none
-  AngleRows& table;
-  float *cos, *sin;             // those of the table
+  AngleRows* tables;
+  float *cos, *sin;             // (kChunk, half): those of the current chunk, in one of the tables
   bool alike;                   // all heads have the same angles: the first one of a bundle computes them
 
   // p: the positions of queries or of keys
-  Angles(const Call& c, const Shape& s, const Span& span, const View& p, const int64_t* angle_in, AngleRows& table,
+  Angles(const Call& c, const Shape& s, const Span& span, const View& p, const int64_t* angle_in, AngleRows* tables,
          const AngleMemory& memory)
       : c(c), s(s), steps(c, span), positions(p.data ? p.as<int64_t>() + batch_row(c, span) * p.batch : nullptr),
-        position_stride(p.token), sum(memory.sum), theta(memory.theta), rotation_table(c.rotation_table), table(table),
-        cos(table.cos), sin(table.sin), alike(!c.theta.head && !c.angle_steps.data && !c.angle.head) {
+        position_stride(p.token), sum(memory.sum), theta(memory.theta), rotation_table(c.rotation_table), tables(tables),
+        cos(tables->cos), sin(tables->sin), alike(!c.theta.head && !c.angle_steps.data && !c.angle.head) {
     if (rotation_table && c.theta.head) rotation_table += span.head * kChunk * 2 * s.half;
     for (int i = 0; i < s.axes * s.half; i++) {
       const int axis = i / s.half, pair = i % s.half;
@@ -265,18 +265,24 @@ struct Angles {
     }
   }
   Turn turn(float* to) const { return {cos, sin, to}; }
-  void forward(int64_t chunk_begin, int rows) {
-    if (!s.half || (alike && table.begin == chunk_begin && table.rows >= rows)) return;
-    table.begin = chunk_begin;
-    table.rows = rows;
+  void forward(int64_t chunk_begin, int rows, int table = 0) {
+    if (!s.half) return;
+    AngleRows& to = tables[table];
+    cos = to.cos;
+    sin = to.sin;
+    if (alike && to.begin == chunk_begin && to.rows >= rows) return;
+    to.begin = chunk_begin;
+    to.rows = rows;
     for (int i = 0; i < rows; i++) {
       if (steps.base) steps.add(chunk_begin + i, 1, sum);
       row(chunk_begin, i);
     }
   }
-  void backward(int64_t chunk_begin, int rows) {  // on entry sum is the angle of the chunk's last token
+  void backward(int64_t chunk_begin, int rows, int table = 0) {  // on entry sum is the angle of the chunk's last token
     if (!s.half) return;
-    if (!steps.base) return forward(chunk_begin, rows);
+    if (!steps.base) return forward(chunk_begin, rows, table);
+    cos = tables[table].cos;
+    sin = tables[table].sin;
     for (int i = rows - 1; i >= 0; i--) {
       compute(chunk_begin + i, cos + i * s.half, sin + i * s.half);
       steps.add(chunk_begin + i, -1, sum);

@@ -35,6 +35,34 @@ LINROPE_INLINE void multiply(vf (&acc)[M][N], int K, const float* a, int64_t str
   }
 }
 
+// Rows that the next chunk reads or writes. They are fetched into the second cache a few at a time, between the blocks of
+// products: fetched together they would hold up the loads of this chunk. A head's rows are too far apart for the hardware
+class Prefetcher {
+  static constexpr int kMost = 16, kLines = 24;  // rows of as many tensors; lines of 64 bytes between two blocks
+  struct {
+    const char* row;
+    int64_t step, bytes;
+    int count;
+  } wanted[kMost];
+  unsigned first = 0, end = 0;  // numbers modulo kMost
+
+ public:
+  // `count` rows of `bytes` each, `step` bytes apart. Of too many the oldest are forgotten
+  void add(const char* row, int64_t step, int64_t bytes, int count) {
+    if (count <= 0) return;
+    if (end - first == kMost) first++;
+    wanted[end++ % kMost] = {row, step, bytes, count};
+  }
+  void fetch_some() {
+    for (int64_t lines = 0; first != end && lines < kLines;) {
+      auto& x = wanted[first % kMost];
+      for (int64_t i = 0; i < x.bytes; i += 64, lines++) __builtin_prefetch(x.row + i, 0, 2);
+      x.row += x.step;
+      if (--x.count == 0) first++;
+    }
+  }
+};
+
 // Calls f.operator()<M>(first) for blocks of M <= limit rows that cover rows 0 .. n - 1 as evenly as possible
 template <class F> inline void row_blocks(int n, int limit, F f) {
   const int blocks = (n + limit - 1) / limit, small = n / (blocks ? blocks : 1), large = n - small * blocks;
@@ -99,8 +127,9 @@ template <int M, int N> LINROPE_INLINE void multiply_scores(const Scores x, int 
       store(x.to + at, iota() + (j0 + v * W) <= i0 + r ? y : vf{});
     }
 }
-void multiply_scores(const Scores& x) {
+void multiply_scores(const Scores& x, Prefetcher& ahead) {
   row_blocks(x.rows, MR, [&]<int M>(int i0) {
+    ahead.fetch_some();
     for (int j0 = 0; j0 < i0 + M; j0 += NW) {  // keys up to the block's last query
       if (i0 + M - j0 > NW / 2) multiply_scores<M, NV>(x, i0, j0);
       else multiply_scores<M, NV / 2>(x, i0, j0);
@@ -155,10 +184,13 @@ template <int M, int N> LINROPE_INLINE void multiply_block(const Product x, int 
       store(to, x.accumulate ? load(to) + y : y);
     }
 }
-void multiply(const Product& x) {
+void multiply(const Product& x, Prefetcher& ahead) {
   const int limit = x.finite || !x.scores ? MR : 1;
   panels(x.N, [&]<int N>(int e0) {
-    row_blocks(x.rows, limit, [&]<int M>(int i0) { multiply_block<M, N>(x, i0, e0); });
+    row_blocks(x.rows, limit, [&]<int M>(int i0) {
+      ahead.fetch_some();
+      multiply_block<M, N>(x, i0, e0);
+    });
   });
 }
 
@@ -260,9 +292,14 @@ template <int M, int N> LINROPE_INLINE void update_block(const Update x, int f0,
       }
     }
 }
-void update(const Update& x) {
+void update(const Update& x, Prefetcher& ahead) {
   const int features = x.from ? x.K.size : x.K.used;  // a new state gets its padding, too
-  panels(x.N, [&]<int N>(int e0) { row_blocks(features, MR, [&]<int M>(int f0) { update_block<M, N>(x, f0, e0); }); });
+  panels(x.N, [&]<int N>(int e0) {
+    row_blocks(features, MR, [&]<int M>(int f0) {
+      ahead.fetch_some();
+      update_block<M, N>(x, f0, e0);
+    });
+  });
 }
 
 // Transposes the 4 x 4 blocks, of 128 bits per row, in four rows: y[i] gets column i of each block

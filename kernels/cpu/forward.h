@@ -33,7 +33,7 @@ struct Forward : Task {
     float *x = features(), *hat = features();  // of keys, then of queries
     float *keys = features(), *keys_t = features(), *z = features(), *u = values(), *result = values();
     float *scores = score_matrix(), *scale = per_token(), *erase = per_token(), *within = features(1);  // erase: b_i
-    mutable AngleRows k_angles{arena, s}, q_angles{arena, s};
+    mutable AngleRows k_angles[1] = {{arena, s}}, q_angles[1] = {{arena, s}};
     mutable ChunkDecay::Scratch decay{arena, s};
   };
   struct Kept : Pieces {
@@ -81,10 +81,12 @@ struct Forward : Task {
   }
   // Reads a chunk: psi^, its transpose if scores are wanted, z of each token, and the values. True if these are finite
   bool read_keys(int64_t t, int rows) {
-    key_features(t, 1, rows, k_angle, w.x, w.keys, nullptr);
+    fetch(k, t + C, s.f);
+    fetch(v, t + C, s.e);
+    key_features(t, rows, k_angle, w.x, w.keys, nullptr);
     if (want_z) decay.add_rows(z_sum, w.x, rows, w.z, nullptr);
     if (query_heads || c.erase.data) decay.transpose_keys(w.keys, rows, w.keys_t);
-    return key_values(t, 1, rows, w.u);
+    return key_values(t, rows, w.u);
   }
   // Replaces the values by what the tokens write. True if that is finite
   bool erase_keys(int64_t t, int rows) {
@@ -101,8 +103,9 @@ struct Forward : Task {
   void write_outputs(int64_t t, int rows, int r, bool finite) {
     const Rows out = query_rows(c.out, r);
     const Output to(s, out, t, w.result);
-    for (int i = 0; i < rows; i++) prefetch(out, t + i, 0, s.e);
-    query_features(queries(r), t, 1, rows, same_angles ? k_angle : q_angle, w.x, w.hat, nullptr);
+    fetch(queries(r), t + C, s.f);
+    fetch(out, t + C, s.e);
+    query_features(queries(r), t, rows, same_angles ? k_angle : q_angle, w.x, w.hat, nullptr);
     if (c.normalize) {
       dots(w.x, w.z, s.F, rows, s.F, w.scale);
       inverse_dens(w.scale, rows, w.scale);
@@ -133,7 +136,7 @@ struct Bidirectional : Task {
   struct Scratch : Pieces {
     using Pieces::Pieces;
     float *x = features(), *hat = features(), *result = values(), *scale = per_token();
-    mutable AngleRows angles{arena, s};
+    mutable AngleRows angles[1] = {{arena, s}};
   };
   struct Kept : Pieces {
     using Pieces::Pieces;
@@ -160,8 +163,9 @@ struct Bidirectional : Task {
     for (int r = 0; r < group; r++) {
       const Rows out = query_rows(c.out, r);
       const Output to(s, out, t, w.result);
-      for (int i = 0; i < rows; i++) prefetch(out, t + i, 0, s.e);
-      query_features(queries(r), t, 1, rows, query_angles, w.x, w.hat, nullptr);
+      fetch(queries(r), t + C, s.f);
+      fetch(out, t + C, s.e);
+      query_features(queries(r), t, rows, query_angles, w.x, w.hat, nullptr);
       if (c.normalize) {
         dots(w.x, z, 0, rows, s.F, w.scale);
         inverse_dens(w.scale, rows, w.scale);

@@ -84,10 +84,9 @@ struct Rows {  // the rows of one batch entry and head, indexed by token
   char* at(int64_t token) const { return base + token * stride; }
 };
 
-// Prefetches the row `ahead` tokens further on. A head's rows are too far apart for the hardware prefetcher.
-inline void prefetch(const Rows& x, int64_t token, int ahead, int count) {
-  const char* p = x.at(token + ahead);
-  for (int i = 0; i < count * (x.type == kFloat32 ? 4 : 2); i += 64) __builtin_prefetch(p + i, 0, 2);
+// Before row x of many, `step` bytes apart, is read: brings the row after the next into the first cache
+LINROPE_INLINE void fetch_near(const char* x, int64_t step, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(x + 2 * step + i, 0, 3);
 }
 
 template <class T> inline void copy_in(const T* x, float* y, int n) {
@@ -204,16 +203,15 @@ template <class T> LINROPE_INLINE void read_pairs(const T* x, int p, int half, b
   second = load(x + half + p);
 }
 
-// y (count, F) = map(features) of the rows from `token` on, each one vector or plain, and the rotated rows. The rows of the
-// next chunk are prefetched: direction 1 for a sweep from the first token on, -1 from the last
+// y (count, F) = map(features) of the rows from `token` on, each one vector or plain, and the rotated rows
 template <class T, int M, bool turns>
-void read_rows(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y, Turn turn) {
+void read_rows(const Shape& s, const Rows& rows, int64_t token, int count, float* y, Turn turn) {
   const int half = s.half, F = s.F;
   const bool interleaved = s.layout == kInterleaved;
-  const int64_t step = rows.stride, ahead = step * kChunk * direction;
+  const int64_t step = rows.stride, bytes = s.f * sizeof(T);
   const char* x = rows.at(token);
   for (int i = 0; i < count; i++, x += step, y += F) {
-    for (int64_t c = 0; c < s.f * (int)sizeof(T); c += 64) __builtin_prefetch(x + ahead + c, 0, 2);
+    fetch_near(x, step, bytes);
     if (s.compact) {
       read_compact<T>(s, x, M, y);
       if (turns) turn.row(s, i, y);
@@ -242,13 +240,13 @@ void read_rows(const Shape& s, const Rows& rows, int64_t token, int direction, i
     }
   }
 }
-// The same for all rows; direction: of the sweep
-void features(const Shape& s, const Rows& rows, int64_t token, int direction, int count, float* y, const Turn& turn) {
+// The same for all rows
+void features(const Shape& s, const Rows& rows, int64_t token, int count, float* y, const Turn& turn) {
   if (s.plain() || s.compact)
     return with_type(rows.type, [&]<class T>() {
       with_map(s.map, [&]<int M>() {
-        turn.to ? read_rows<T, M, true>(s, rows, token, direction, count, y, turn)
-                : read_rows<T, M, false>(s, rows, token, direction, count, y, turn);
+        turn.to ? read_rows<T, M, true>(s, rows, token, count, y, turn)
+                : read_rows<T, M, false>(s, rows, token, count, y, turn);
       });
     });
   for (int i = 0; i < count; i++) {
@@ -257,9 +255,8 @@ void features(const Shape& s, const Rows& rows, int64_t token, int direction, in
   }
 }
 
-// y += factor x, unless the factor is 0: x may then be infinite
-inline void add_multiple(float factor, const float* x, int n, float* y) {
-  for (int i = 0; factor != 0 && i < n; i += W) store(y + i, load(y + i) + load(x + i) * factor);
+inline void add_multiple(float factor, const float* x, int n, float* y) {  // y += factor x
+  for (int i = 0; i < n; i += W) store(y + i, load(y + i) + load(x + i) * factor);
 }
 inline float dot(const float* x, const float* y, int n) {
   vf acc = {};
@@ -302,16 +299,16 @@ void add_features(const Shape& s, const float* y, const Rows& rows, int64_t toke
   for (int i = 0; i < s.f; i++) to[i] += row[i];
 }
 
-// y (count, E) = the values of the rows from `token` on, times a factor each; null: 1. True if all of them are finite. The
-// rows of the next chunk are prefetched as in read_rows
-bool values(const Shape& s, const Rows& rows, int64_t token, int direction, int count, const float* factors, float* y) {
+// y (count, E) = the values of the rows from `token` on, times a factor each; null: 1. True if all of them are
+// finite
+bool values(const Shape& s, const Rows& rows, int64_t token, int count, const float* factors, float* y) {
   vf bad = {};
   with_type(rows.type, [&]<class T>() {
     const int e = s.e, E = s.E, whole = e / W * W;
-    const int64_t ahead = rows.stride * kChunk * direction;
+    const int64_t step = rows.stride;
     const char* from = rows.at(token);
-    for (int i = 0; i < count; i++, y += E, from += rows.stride) {
-      for (int64_t c = 0; c < e * (int)sizeof(T); c += 64) __builtin_prefetch(from + ahead + c, 0, 2);
+    for (int i = 0; i < count; i++, y += E, from += step) {
+      fetch_near(from, step, e * sizeof(T));
       const T* x = (const T*)from;
       const float factor = factors ? factors[i] : 1;
       const auto put_vector = [&](int at, vf value) {

@@ -157,7 +157,7 @@ struct StepScratch : Pieces {
   float *internal = features(1), *rotated = features(1);
   float *psi = caller_features(), *psi_hat = caller_features(), *phi = caller_features(), *phi_hat = caller_features();
   float *v = values(1), *result = values(1);
-  mutable AngleRows k_angles{arena, s}, q_angles{arena, s};
+  mutable AngleRows k_angles[1] = {{arena, s}}, q_angles[1] = {{arena, s}};
   AngleMemory k_angle{arena, s}, q_angle{arena, s};
   float* carried = caller_features();
   FeatureFactors of_features{arena, s.per_unit ? round_up(s.f, W) + W : 0};
@@ -175,8 +175,8 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
                float* kv, double* z) {
   const Call& c = task.c;
   const Shape& s = task.s;
-  task.key_features(0, 0, 1, k_angle, w.internal, w.rotated, nullptr);
-  task.key_values(0, 0, 1, w.v);
+  task.key_features(0, 1, k_angle, w.internal, w.rotated, nullptr);
+  task.key_values(0, 1, w.v);
   write_features(s, w.internal, w.psi);
   write_features(s, w.rotated, w.psi_hat);
   const DecayFactor factor(Decay(c, task.span).at(0));
@@ -189,7 +189,7 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
   for (int r = 0; r == 0 || r < task.group; r++) {
     double den = 0;
     if (task.group) {
-      task.query_features(task.queries(r), 0, 0, 1, q_angle, w.internal, w.rotated, nullptr);
+      task.query_features(task.queries(r), 0, 1, q_angle, w.internal, w.rotated, nullptr);
       write_features(s, w.internal, w.phi);
       write_features(s, w.rotated, w.phi_hat);
       for (int f = 0; z && f < s.f; f++) den += z[f] * w.phi[f];

