@@ -319,9 +319,19 @@ struct Backward : Task {
     }
     if (!want_z) return;
     z_sum.total = z;
-    decay.add_rows(z_sum, w.psi, rows, w.z, w.z_before);
+    decay.add_rows(z_sum, w.psi, rows, w.z, want_d_log_decay ? w.z_before : nullptr);
   }
-  // What the chunk's tokens contribute through the state after it, to x and dpsi^
+  // The first terms of x and of dpsi^, those of readers after the chunk
+  Product x_after(int rows) const {
+    return {.rows = rows, .K = s.feature_row, .N = s.value_row, .A = decay.carried_to_end(w.keys, rows),
+            .S = fresh ? nullptr : dS, .scale = decay.to_end_of_rows(), .to = w.x, .stride = s.E};
+  }
+  Product dk_after(int rows) const {
+    return {.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.u, .S = fresh ? nullptr : w.dS_t,
+            .scale = decay.to_end_of_rows(), .to = w.dk, .stride = s.F, .with = w.keys,
+            .sums = want_d_log_decay && !s.per_unit ? w.of_writers : nullptr};
+  }
+  // Prepares the sums of the chunk's gradients, and makes those terms that no query adds to at once
   void gradients_after(int rows, const float* S_t) {
     if (!fresh) transpose_state(dS, s.feature_row, s.value_row, w.dS_t);
     if (s.per_unit) {
@@ -331,12 +341,8 @@ struct Backward : Task {
       for (float* sums : {w.of_readers, w.of_erasers, w.of_writers}) zero(sums, C * W);
       zero(w.pairs, C * C);
     }
-    multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = decay.carried_to_end(w.keys, rows),
-              .S = fresh ? nullptr : dS,
-              .scale = decay.to_end_of_rows(), .to = w.x, .stride = s.E});
-    multiply({.rows = rows, .K = s.value_row, .N = s.feature_row, .A = w.u, .S = fresh ? nullptr : w.dS_t,
-              .scale = decay.to_end_of_rows(), .to = w.dk, .stride = s.F, .with = w.keys,
-              .sums = want_d_log_decay && !s.per_unit ? w.of_writers : nullptr});
+    if (!query_heads) multiply(x_after(rows));
+    if (!query_heads || s.per_unit) multiply(dk_after(rows));
     if (!s.per_unit) return;
     multiply_elements(w.dk, w.decay.units.to_end, rows * s.F, w.dk);
     if (!want_d_log_decay) return;
@@ -369,14 +375,18 @@ struct Backward : Task {
     const bool finite = read_queries(t, rows, r);
     if (want_output) {
       decay.scores(*this, w.queries, w.keys, w.keys_t, rows, nullptr, w.scores);
-      multiply({.rows = rows, .N = s.value_row, .scores = w.scores, .transposed = true, .V = w.gb,
-                .finite = finite, .accumulate = true, .to = w.x, .stride = s.E});
+      Product x = r ? Product{.rows = rows, .N = s.value_row, .accumulate = true, .to = w.x, .stride = s.E} : x_after(rows);
+      x.scores = w.scores;
+      x.transposed = true;
+      x.V = w.gb;
+      x.finite = finite;
+      multiply(x);
     }
     if (want_output || c.normalize) {
       multiply_with_u(w.gb, rows, w.scores, w.products);
       read_states(w.gb, rows, S_t, w.queries, nullptr, w.dq, w.of_readers);
     }
-    if (want_output) add_to_writers(rows, w.queries);
+    if (want_output) add_to_writers(rows, w.queries, r == 0);
     if (want_dS(t)) {
       scale_rows(w.gb, rows, s.E, decay.from_start_of_rows());
       const float* readers = decay.carried_from_start(w.queries, rows);
@@ -414,11 +424,16 @@ struct Backward : Task {
         }
       }
   }
-  // Adds sum_(i >= j) products_ij A_i to dpsi^_j
-  void add_to_writers(int rows, const float* A) {
+  // Adds sum_(i >= j) products_ij A_i to dpsi^_j; first: to its terms of readers after the chunk
+  void add_to_writers(int rows, const float* A, bool first) {
     if (s.per_unit) return w.decay.units.add_later(w.products, w.dk);
-    multiply({.rows = rows, .N = s.feature_row, .scores = w.products, .transposed = true, .V = A,
-              .finite = all_finite(A, rows * s.F), .accumulate = true, .to = w.dk, .stride = s.F});
+    Product d = first ? dk_after(rows)
+                      : Product{.rows = rows, .N = s.feature_row, .accumulate = true, .to = w.dk, .stride = s.F};
+    d.scores = w.products;
+    d.transposed = true;
+    d.V = A;
+    d.finite = all_finite(A, rows * s.F);
+    multiply(d);
   }
   // phi, phi^, den and gb. True if gb is finite
   bool read_queries(int64_t t, int rows, int r) {
@@ -472,7 +487,7 @@ struct Backward : Task {
     for (int i = 0; i < rows; i++) w.products[i * C + i] = 0;  // a key reads before its token writes
     read_states(w.x, rows, S_t, w.keys, w.factors, w.read, w.of_erasers);
     scale_rows(w.products, rows, C, w.factors);
-    add_to_writers(rows, w.keys);
+    add_to_writers(rows, w.keys, false);
     if (want_dS(t)) {
       memcpy(w.scaled, w.x, 4 * rows * s.E);
       scale_rows(w.scaled, rows, s.E, w.factors);
