@@ -1,6 +1,6 @@
 """Checks of the operators' arguments, the choice of a kernel, and its launch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,10 +8,34 @@ from torch import Tensor
 
 from linrope.backends import native
 from linrope.common.argument_checks import check_name
-from linrope.common.private_names import transformed
-from linrope.common.tracing import exporting, has_tangents
+from linrope.common.private_names import forward_mode, transformed
+from linrope.common.tracing import exporting, has_tangents, plain
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MOST_CALLS = 1024
+_backends: dict[Hashable, str] = {}
+
+
+def backend_of(settings: tuple[Any, ...], tensors: Sequence[Tensor | None], check: Callable[[], str]) -> str:
+    """The backend that runs the call: what ``check`` returns, which is called once for all calls that are alike.
+
+    check: raises if an argument does not fit, and chooses. It looks at the settings, at the tensors' shapes, dtypes,
+    devices and layouts, and at nothing else. settings: the operator's name, and all arguments that are no tensors.
+    """
+    if not plain(tensors) or forward_mode():
+        return check()
+    kinds = tuple([x if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
+    key = settings, kinds, native.why_not()
+    try:
+        backend = _backends.get(key)
+    except TypeError:  # a setting that cannot be looked up, which the checks refuse
+        return check()
+    if backend is None:
+        backend = check()
+        if len(_backends) >= _MOST_CALLS:
+            _backends.clear()
+        _backends[key] = backend
+    return backend
 
 
 def check_dense(name: str, x: object, device: torch.device | None = None) -> None:
@@ -27,10 +51,6 @@ def check_dense(name: str, x: object, device: torch.device | None = None) -> Non
 
 def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
     """Raises ValueError unless x has one of the shapes."""
-    if (
-        not torch.compiler.is_compiling() and x.shape in shapes
-    ):  # the check below takes noticeable time in a short call
-        return
     if not any(len(shape) == x.ndim and all(a == b for a, b in zip(x.shape, shape)) for shape in shapes):
         expected = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {expected}")
@@ -94,7 +114,7 @@ def with_dense_rows(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def as_parameter(x: Tensor | None) -> Tensor | None:
     """x as the kernels take parameters."""
-    return None if x is None else x.float().contiguous()
+    return None if x is None else converted(x, torch.float32).contiguous()
 
 
 def gradient_of(x: Tensor | None, gradient: Tensor) -> Tensor | None:

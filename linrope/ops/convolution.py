@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from linrope.backends.library import run_by_name
 from linrope.backends.operator import Operator, Output, Tensors
 from linrope.common.tracing import check_not_in_onnx
-from linrope.operation.checks import check_packing
+from linrope.operation.checks import check_bounds, check_cu_seqlens
 from linrope.ops.arguments import (
     as_parameter,
+    backend_of,
     check_dense,
     check_shape,
     choose,
@@ -105,22 +106,33 @@ def convolve_parts(
     >>> y = torch.cat(convolve_parts((a, b), weight), -1)
     >>> torch.testing.assert_close(y, convolve(torch.cat((a, b), -1), weight))
     """
-    weight = _check(parts, weight, bias)
-    (b, n, _), (c, taps), device = parts[0].shape, weight.shape, weight.device
-    check_packing(cu_seqlens, b, n, n, device)
-    if before is not None:
-        check_dense("before", before, device)
-        s = b if cu_seqlens is None else len(cu_seqlens) - 1
-        check_shape("before", before, (s, taps - 1, c))
-    too_large = f"{taps} taps: it takes up to {MAX_TAPS}; use backend='eager'" if taps > MAX_TAPS else None
-    kernel = choose(backend, (*parts, weight, bias, before), too_large)
+    tensors = *parts, weight, bias, before
+
+    def check() -> str:
+        taps = _check(parts, weight, bias, before, cu_seqlens)
+        too_large = (
+            f"{taps} taps: it takes up to {MAX_TAPS}; use backend='eager'" if taps > MAX_TAPS else None
+        )
+        return choose(backend, tensors, too_large)
+
+    kernel = backend_of(("convolve", len(parts), backend), (*tensors, cu_seqlens), check)
+    if cu_seqlens is not None:
+        check_bounds(cu_seqlens, parts[0].shape[1])
+    if weight.ndim == 3:
+        weight = weight.view(weight.shape[0], weight.shape[2])
     others = (*parts[1:], None, None)
     call = _Convolution(parts[0], others[0], others[1], weight, bias, before, cu_seqlens, silu, kernel)
     return _CONVOLVE.definition(call) if kernel == "eager" else _CONVOLVE(call, call)[: len(parts)]
 
 
-def _check(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Checks the arguments. Returns the weight as (c, taps)."""
+def _check(
+    parts: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> int:
+    """Checks the arguments, apart from the numbers in cu_seqlens. Returns the number of taps."""
     if not 1 <= len(parts) <= MAX_PARTS:
         raise ValueError(f"parts: got {len(parts) or 'none'}, expected 1 to {MAX_PARTS} tensors")
     c, device = 0, None
@@ -138,7 +150,13 @@ def _check(parts: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tens
     if bias is not None:
         check_dense("bias", bias, device)
         check_shape("bias", bias, (c,))
-    return weight.view(c, taps) if weight.ndim == 3 else weight
+    b, n, _ = parts[0].shape
+    check_cu_seqlens(cu_seqlens, b, n, n, weight.device)
+    if before is not None:
+        check_dense("before", before, device)
+        s = b if cu_seqlens is None else len(cu_seqlens) - 1
+        check_shape("before", before, (s, taps - 1, c))
+    return taps
 
 
 def _parts(call: _Convolution) -> list[Tensor]:

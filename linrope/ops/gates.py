@@ -10,7 +10,7 @@ from linrope.backends.operator import Operator, Output, Tensors
 from linrope.common.argument_checks import check_name
 from linrope.common.precision import full_precision
 from linrope.common.tracing import check_not_in_onnx
-from linrope.ops.arguments import check_dense, check_shape, choose, launch
+from linrope.ops.arguments import backend_of, check_dense, check_shape, choose, launch
 
 ACTIVATIONS = ("log_sigmoid", "sigmoid")
 MOST_HEADS = 128  # the most that the Triton kernel takes
@@ -56,7 +56,6 @@ def gates(
     >>> gates(torch.zeros(1, 1, 4), torch.zeros(2, 4), torch.tensor([0.0, 5.0]), activation="sigmoid")
     tensor([[[0.5000, 0.9933]]])
     """
-    check_name("activation", activation, ACTIVATIONS)
     return _run(x, weight, bias, activation, False, backend)[0]
 
 
@@ -104,21 +103,24 @@ def _float64_for_onnx(x: Tensor) -> Tensor:
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor, activation: str, complement: bool, backend: str
 ) -> tuple[Tensor, ...]:
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        check_dense(name, tensor, x.device if name != "x" else None)
-    if x.ndim != 3:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, expected (batch, length, dim)")
-    if weight.ndim != 2:
-        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected (heads, dim)")
-    check_shape("weight", weight, (weight.shape[0], x.shape[2]))
-    check_shape("bias", bias, (weight.shape[0],))
-    heads, too_large = weight.shape[0], None
-    if heads > MOST_HEADS:
-        too_large = f"{heads} heads: it takes up to {MOST_HEADS}; use backend='eager'"
+    def check() -> str:
+        check_name("activation", activation, ACTIVATIONS)
+        for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+            check_dense(name, tensor, x.device if name != "x" else None)
+        if x.ndim != 3:
+            raise ValueError(f"x: got shape {tuple(x.shape)}, expected (batch, length, dim)")
+        if weight.ndim != 2:
+            raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected (heads, dim)")
+        check_shape("weight", weight, (weight.shape[0], x.shape[2]))
+        check_shape("bias", bias, (weight.shape[0],))
+        heads, too_large = weight.shape[0], None
+        if heads > MOST_HEADS:
+            too_large = f"{heads} heads: it takes up to {MOST_HEADS}; use backend='eager'"
+        return choose(backend, (x, weight, bias), too_large, ("triton",))
+
+    kernel = backend_of(("gates", activation, backend), (x, weight, bias), check)
     call = _Gates(x, weight, bias, activation, complement)
-    if choose(backend, call[:3], too_large, ("triton",)) == "eager":
-        return _GATES.definition(call)
-    return _GATES(call, call)
+    return _GATES.definition(call) if kernel == "eager" else _GATES(call, call)
 
 
 class _GateOperator(Operator[_Gates]):

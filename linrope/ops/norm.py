@@ -13,6 +13,7 @@ from linrope.common.argument_checks import check_name
 from linrope.common.tracing import check_not_in_onnx
 from linrope.ops.arguments import (
     as_parameter,
+    backend_of,
     check_dense,
     check_shape,
     choose,
@@ -98,16 +99,19 @@ def gated_norm(
     >>> gated_norm(out, torch.ones(2)) * 12.5**0.5
     tensor([[[3.0000, 4.0000]]])
     """
-    _check(out, weight, eps, over, gate, v, skip)
-    check_name("gate_order", gate_order, ORDERS)
-    check_name("skip_order", skip_order, ORDERS)
-    check_name("gate_activation", gate_activation, tuple(ACTIVATIONS))
+    tensors = out, weight, gate, v, skip
+    names = over, gate_order, gate_activation, skip_order
+
+    def check() -> str:
+        _check(*tensors, eps, *names)
+        too_large = None
+        if out.shape[3] > MOST_VALUES:
+            too_large = f"{out.shape[3]} values per head: it takes up to {MOST_VALUES}; use backend='eager'"
+        return choose(backend, tensors, too_large)
+
+    kernel = backend_of(("gated_norm", eps, *names, backend), tensors, check)
     if weight is not None and weight.ndim == 1 and over == "all":
         weight = weight.view(out.shape[2:])
-    values, too_large = out.shape[3], None
-    if values > MOST_VALUES:
-        too_large = f"{values} values per head: it takes up to {MOST_VALUES}; use backend='eager'"
-    kernel = choose(backend, (out, weight, gate, v, skip), too_large)
     call = _GatedNorm(
         out,
         weight,
@@ -127,11 +131,14 @@ def gated_norm(
 def _check(
     out: Tensor,
     weight: Tensor | None,
-    eps: float,
-    over: str,
     gate: Tensor | None,
     v: Tensor | None,
     skip: Tensor | None,
+    eps: float,
+    over: str,
+    gate_order: str,
+    gate_activation: str,
+    skip_order: str,
 ) -> None:
     check_dense("out", out)
     if out.ndim != 4:
@@ -156,6 +163,9 @@ def _check(
         if g == 0 or h % g:
             raise ValueError(f"v: got {g} heads, expected a divisor of out's {h}")
         check_shape("skip", skip, (h,))
+    check_name("gate_order", gate_order, ORDERS)
+    check_name("skip_order", skip_order, ORDERS)
+    check_name("gate_activation", gate_activation, tuple(ACTIVATIONS))
 
 
 def _inverse_root(mean: Tensor, eps: float) -> Tensor:
