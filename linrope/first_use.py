@@ -66,7 +66,8 @@ def _of_layer(dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
     results |= {f"gradient {i}": gradient for i, gradient in enumerate(gradients)}
     with torch.no_grad():
         state = state.detach()
-        results["the next token"] = layer(x[:, 40:], state=state)
+        # With positions the layer takes the operation's step and the kernels around it, not its own step
+        results["the next token"] = layer(x[:, 40:], state=state, positions=state.position[:, None])
         if kernels:
             results["a prepared step"] = prepare(layer, state)(x[:, 40:].detach())
         else:

@@ -13,7 +13,6 @@ from linrope.operation.plan import forget_plans
 pytestmark = pytest.mark.skipif(library.WHY_NOT is not None, reason="needs the native library")
 OPERATORS = (
     "forward", "backward", "step", "convolve", "convolve_backward", "gated_norm", "gated_norm_backward", "mixer_step",
-    "linear",
 )  # fmt: skip
 
 

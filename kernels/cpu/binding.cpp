@@ -169,14 +169,12 @@ static void register_operators() {
       "float eps, bool over_heads, bool gate_first, bool skip_first, bool sigmoid) -> (Tensor, Tensor, Tensor, Tensor, "
       "Tensor)",
       boxed<gated_norm_backward>);
-  add("mixer_step(Tensor x, int heads, bool gate, bool forget, Tensor? up, Tensor? up_bias, float bound, int write, "
-      "float erase, Tensor? weight, Tensor? bias, Tensor(a!)? inputs, bool silu, Tensor? decay, Tensor(b!) kv, "
-      "Tensor(c!)? z, Tensor(d!) positions, Tensor? theta, int layout, int feature_map, float unit, "
-      "bool normalize, float eps, Tensor? norm, float norm_eps, bool over_heads, bool gate_first, Tensor? skip, "
-      "bool skip_first, Tensor? slots=None) -> Tensor",
-      boxed<mixer_step>);
+  add(MixerArguments::schema(), [](Value* stack, uint64_t, uint64_t count) {
+    leave(stack, count, [&] { return mixer_step(MixerArguments::from_stack(stack)); });
+  });
   add("add_norm(Tensor(a!) x, Tensor? y, Tensor weight, float eps) -> Tensor", boxed<add_norm>);
-  add("silu_product(Tensor x) -> Tensor", boxed<silu_product>);
+  add("swiglu(Tensor x, Tensor w1, Tensor? bias1, Tensor w3, Tensor? bias3, Tensor w2, Tensor? bias2) -> Tensor",
+      boxed<swiglu>);
   add("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", boxed<linear>);
 }
 

@@ -138,7 +138,8 @@ struct Norm {
 
 struct Linear {  // y (rows, n) = x (rows, k) weight^T + bias
   const float *x, *weight, *bias;  // weight (n, k); bias (n,) or null
-  int64_t rows, n, k, stride;      // stride: of x's rows
+  int64_t rows, n, k;
+  int64_t stride, y_stride;        // of x's and y's rows
 };
 
 struct Isa {

@@ -23,7 +23,7 @@ template <int M, int N> void linear_tile(const Linear& c, float* y, int64_t row,
   });
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++)
-      y[(row + m) * c.n + column + n] = sum(sums[m][n]) + (c.bias ? c.bias[column + n] : 0);
+      y[(row + m) * c.y_stride + column + n] = sum(sums[m][n]) + (c.bias ? c.bias[column + n] : 0);
 }
 // The columns [column, end) of M rows
 template <int M, int N> void linear_rows(const Linear& c, float* y, int64_t row, int64_t column, int64_t end) {

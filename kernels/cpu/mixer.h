@@ -46,33 +46,70 @@ inline Tensor add_norm(Tensor x, Maybe y, Tensor weight, double eps) {
   return norm_rows(c);
 }
 
-// silu(first half of the columns) * second half
-inline Tensor silu_product(Tensor x) {
-  if (x.dim() != 2 || x.size(1) % 2) refuse("x: got shape ", shape_text(x), ", expected an even number of columns");
-  const int64_t n = x.size(1) / 2;
-  parameter("x", x, {x.size(0), 2 * n});
-  NormCall c(as_heads(x, n, 1, n), as_token(x, 0, n), {}, {}, {}, 0, false, false, false);
-  return norm_rows(c);
+struct Product {  // c into y
+  Linear c;
+  float* y;
+};
+// All products at once: together they are cut into tasks of a few columns
+inline void run_products(std::span<const Product> products) {
+  constexpr int64_t kColumns = 64;
+  const auto tasks_of = [](const Linear& c) { return (c.n + kColumns - 1) / kColumns; };
+  int64_t tasks = 0, work = 0;
+  for (const auto& [c, y] : products) {
+    if (c.k >= 1 << 30) refuse("x: got ", c.k, " columns, expected fewer than 2^30");
+    tasks += tasks_of(c);
+    work += c.rows * c.n * c.k;
+  }
+  for_ranges(tasks, work >= kMinParallelLinear, [&](int64_t first, int64_t last) {
+    for (const auto& [c, y] : products) {
+      const int64_t count = tasks_of(c), begin = first > 0 ? first : 0, end = last < count ? last : count;
+      if (begin < end) isa().linear(c, y, begin * kColumns, end * kColumns < c.n ? end * kColumns : c.n);
+      first -= count;
+      last -= count;
+    }
+  });
+}
+inline void run_product(const Linear& c, float* y) {
+  const Product one[] = {{c, y}};
+  run_products(one);
 }
 
-inline void run_linear(const Linear& c, float* y) {
-  if (c.k >= 1 << 30) refuse("x: got ", c.k, " columns, expected fewer than 2^30");
-  constexpr int64_t kColumns = 64;  // of a task
-  const int64_t tasks = (c.n + kColumns - 1) / kColumns;
-  for_ranges(tasks, c.rows * c.n * c.k >= kMinParallelLinear, [&](int64_t first, int64_t last) {
-    isa().linear(c, y, first * kColumns, last * kColumns < c.n ? last * kColumns : c.n);
-  });
+// The product of rows of k numbers, which are `stride` numbers apart
+inline Linear linear_of(const float* x, int64_t rows, int64_t k, int64_t stride, const char* name, const Tensor& weight,
+                        const char* bias_name, const Maybe& bias, int64_t n) {
+  return {.x = x, .weight = parameter(name, weight, {n, k}), .bias = bias ? parameter(bias_name, *bias, {n}) : nullptr,
+          .rows = rows, .n = n, .k = k, .stride = stride, .y_stride = n};
+}
+inline int64_t first_size(const Tensor& x) { return x.dim() ? x.size(0) : 0; }
+// The numbers of x (b, k)
+inline const float* read_rows(const Tensor& x) {
+  if (x.dim() != 2) refuse("x: got shape ", shape_text(x), ", expected 2 dimensions");
+  return parameter("x", x, {x.size(0), x.size(1)});
 }
 
 // x weight^T + bias, for a few rows of x
 inline Tensor linear(Tensor x, Tensor weight, Maybe bias) {
-  if (x.dim() != 2 || weight.dim() != 2)
-    refuse("x, weight: got ", x.dim(), " and ", weight.dim(), " dimensions, expected 2 and 2");
-  const int64_t rows = x.size(0), n = weight.size(0), k = x.size(1);
-  const Linear c{.x = parameter("x", x, {rows, k}), .weight = parameter("weight", weight, {n, k}),
-                 .bias = bias ? parameter("bias", *bias, {n}) : nullptr, .rows = rows, .n = n, .k = k, .stride = k};
-  const Tensor y = empty(kFloat32, {rows, n});
-  run_linear(c, (float*)y.data_ptr());
+  const float* rows = read_rows(x);
+  const int64_t b = x.size(0), k = x.size(1), n = first_size(weight);
+  const Linear c = linear_of(rows, b, k, k, "weight", weight, "bias", bias, n);
+  const Tensor y = empty(kFloat32, {b, n});
+  run_product(c, (float*)y.data_ptr());
+  return y;
+}
+
+// W_2 (silu(W_1 x) * W_3 x), for a few rows of x
+inline Tensor swiglu(Tensor x, Tensor w1, Maybe bias1, Tensor w3, Maybe bias3, Tensor w2, Maybe bias2) {
+  const float* rows = read_rows(x);
+  const int64_t b = x.size(0), k = x.size(1), n = first_size(w1), outputs = first_size(w2);
+  const Tensor both = empty(kFloat32, {b, 2 * n}), y = empty(kFloat32, {b, outputs});
+  float* to = (float*)both.data_ptr();
+  Product products[] = {{linear_of(rows, b, k, k, "w1", w1, "bias1", bias1, n), to},
+                        {linear_of(rows, b, k, k, "w3", w3, "bias3", bias3, n), to + n}};
+  for (Product& product : products) product.c.y_stride = 2 * n;
+  NormCall c(as_heads(both, n, 1, n), as_token(both, 0, n), {}, {}, {}, 0, false, false, false);
+  run_products(products);
+  const Tensor inner = norm_rows(c);
+  run_product(linear_of((const float*)inner.data_ptr(), b, n, n, "w2", w2, "bias2", bias2, outputs), (float*)y.data_ptr());
   return y;
 }
 
@@ -82,8 +119,58 @@ inline double log_sigmoid(double x) { return (x < 0 ? x : 0) - std::log1p(std::e
 // The factor w of a value: 1, a gate of its own, 1 - f with the forget gate f, or b of the erase gate
 enum WriteFactor : int { kWriteOnes, kWriteGate, kWriteForgotten, kWriteErased };
 
-// The columns of mixer_step's x: q (h d), k (key_heads d), v (g e), and if they are wanted the gate (out_heads e), the
-// forget gate (g, or `rank` if it is per feature), the write gate (g) and the erase gate (g) before their sigmoid
+// The arguments of mixer_step in the order of its schema: type, type in the schema, name. First those that differ from
+// token to token.
+#define LINROPE_MIXER_STEP(ARGUMENT)                                                                                     \
+  ARGUMENT(Tensor, "Tensor", x) ARGUMENT(Tensor, "Tensor(a!)", kv) ARGUMENT(Maybe, "Tensor(b!)?", z)                     \
+  ARGUMENT(Tensor, "Tensor(c!)", positions) ARGUMENT(Maybe, "Tensor(d!)?", inputs) ARGUMENT(Maybe, "Tensor?", slots)     \
+  ARGUMENT(Maybe, "Tensor?", decay)                                                                                      \
+  ARGUMENT(Maybe, "Tensor?", q_proj) ARGUMENT(Maybe, "Tensor?", q_bias)                                                  \
+  ARGUMENT(Maybe, "Tensor?", k_proj) ARGUMENT(Maybe, "Tensor?", k_bias)                                                  \
+  ARGUMENT(Maybe, "Tensor?", v_proj) ARGUMENT(Maybe, "Tensor?", v_bias)                                                  \
+  ARGUMENT(Maybe, "Tensor?", gate_proj) ARGUMENT(Maybe, "Tensor?", gate_bias)                                            \
+  ARGUMENT(Maybe, "Tensor?", forget_proj) ARGUMENT(Maybe, "Tensor?", forget_bias)                                        \
+  ARGUMENT(Maybe, "Tensor?", write_proj) ARGUMENT(Maybe, "Tensor?", write_bias)                                          \
+  ARGUMENT(Maybe, "Tensor?", erase_proj) ARGUMENT(Maybe, "Tensor?", erase_bias)                                          \
+  ARGUMENT(Maybe, "Tensor?", o_proj) ARGUMENT(Maybe, "Tensor?", o_bias)                                                  \
+  ARGUMENT(int64_t, "int", heads) ARGUMENT(bool, "bool", gate) ARGUMENT(bool, "bool", forget)                            \
+  ARGUMENT(Maybe, "Tensor?", up) ARGUMENT(Maybe, "Tensor?", up_bias) ARGUMENT(double, "float", bound)                    \
+  ARGUMENT(int64_t, "int", write) ARGUMENT(double, "float", erase)                                                       \
+  ARGUMENT(Maybe, "Tensor?", weight) ARGUMENT(Maybe, "Tensor?", bias) ARGUMENT(bool, "bool", silu)                       \
+  ARGUMENT(Maybe, "Tensor?", theta) ARGUMENT(int64_t, "int", layout)                                                     \
+  ARGUMENT(int64_t, "int", feature_map) ARGUMENT(double, "float", unit)                                                  \
+  ARGUMENT(bool, "bool", normalize) ARGUMENT(double, "float", eps)                                                       \
+  ARGUMENT(Maybe, "Tensor?", norm) ARGUMENT(double, "float", norm_eps) ARGUMENT(bool, "bool", over_heads)                \
+  ARGUMENT(bool, "bool", gate_first) ARGUMENT(Maybe, "Tensor?", skip) ARGUMENT(bool, "bool", skip_first)
+
+// x: the layer's input (b, 1, dim) or (b, dim), if the projections are given, and then the result is the layer's output in
+// this shape. Without the projections: their results (b, ·) side by side, and the result (b, out_heads e) is what W_o
+// takes. up (g, units, rank), up_bias (g, units) and bound are those of a forget gate per feature, whose first product is
+// forget_proj. write: a WriteFactor. erase: the largest number of the erase gate, or 0 without one; with one there is no z.
+// decay (g,) is the log of a fixed decay. weight may be (c, 1, taps), and norm (out_heads e,) with over_heads. The other
+// arguments are those of convolve, step and gated_norm. With slots (b,), inputs, kv, z and positions (rows,) are those of
+// a pool, and sequence i has row slots[i] of each.
+struct MixerArguments {
+#define LINROPE_FIELD(type, schema, name) type name;
+  LINROPE_MIXER_STEP(LINROPE_FIELD)
+#undef LINROPE_FIELD
+  static MixerArguments from_stack(const Value* stack) {
+#define LINROPE_TAKE(type, schema, name) take<type>(*stack++),
+    return {LINROPE_MIXER_STEP(LINROPE_TAKE)};
+#undef LINROPE_TAKE
+  }
+  static std::string schema() {
+    std::string text;
+#define LINROPE_ADD(type, schema, name) text.append(text.empty() ? "" : ", ").append(schema " " #name);
+    LINROPE_MIXER_STEP(LINROPE_ADD)
+#undef LINROPE_ADD
+    return "mixer_step(" + text + ") -> Tensor";
+  }
+};
+
+// The sizes of a step, and the columns of its projections: q (h d), k (key_heads d), v (g e), and if they are wanted the
+// gate (out_heads e), the forget gate (g, or `rank` if it is per feature), the write gate (g) and the erase gate (g) before
+// their sigmoid
 struct MixerColumns {
   int64_t b, h, g, d, e;
   int64_t key_heads, out_heads;  // g, h; if there are more heads of values than of queries h, g
@@ -91,31 +178,78 @@ struct MixerColumns {
   int64_t channels, gate, forget, write, erase, count;
   bool per_feature;             // the forget gate
   int64_t units = 1, rank = 0;  // of a forget gate per feature
-  MixerColumns(const Tensor& x, const Tensor& kv, int64_t heads, bool has_gate, bool has_forget, const Maybe& up,
-               bool has_write, bool has_erase) {
-    if (x.dim() != 2 || kv.dim() != 4)
-      refuse("x, kv: got ", x.dim(), " and ", kv.dim(), " dimensions, expected 2 and 4");
-    if (heads < 1 || heads >= 1 << 16) refuse("heads: got ", heads, ", expected 1 .. 65535");
+  explicit MixerColumns(const MixerArguments& a) {
+    const Tensor &x = a.x, &kv = a.kv;
+    const int64_t dims = x.dim(), most = a.q_proj ? 3 : 2;
+    if (dims < 2 || dims > most || (dims == 3 && x.size(1) != 1) || kv.dim() != 4)
+      refuse("x, kv: got ", dims, " and ", kv.dim(), " dimensions, expected 2 and 4");
+    if (a.heads < 1 || a.heads >= 1 << 16) refuse("heads: got ", a.heads, ", expected 1 .. 65535");
     b = x.size(0);
-    h = heads;
+    h = a.heads;
     g = kv.size(1);
     d = kv.size(2);
     e = kv.size(3);
     key_heads = h < g ? h : g;
     out_heads = h < g ? g : h;
-    per_feature = up.has_value();
+    per_feature = a.up.has_value();
     if (per_feature) {
-      if (!has_forget) refuse("up: got a tensor without forget, expected None");
-      if (up->dim() != 3) refuse("up: got shape ", shape_text(*up), ", expected (g, units, rank)");
-      units = up->size(1);
-      rank = up->size(2);
+      if (!a.forget) refuse("up: got a tensor without forget, expected None");
+      if (a.up->dim() != 3) refuse("up: got shape ", shape_text(*a.up), ", expected (g, units, rank)");
+      units = a.up->size(1);
+      rank = a.up->size(2);
     }
     channels = gate = (h + key_heads) * d + g * e;
-    forget = gate + has_gate * out_heads * e;
-    write = forget + has_forget * (per_feature ? rank : g);
-    erase = write + has_write * g;
-    count = erase + has_erase * g;
-    parameter("x", x, {b, count});
+    forget = gate + a.gate * out_heads * e;
+    write = forget + a.forget * (per_feature ? rank : g);
+    erase = write + (a.write == kWriteGate) * g;
+    count = erase + (a.erase > 0) * g;
+  }
+};
+
+// The projections of a step: from the layer's input to the columns, and from the norm's rows to the layer's output
+struct MixerProjections {
+  const MixerArguments& a;
+  int64_t rows, dim;  // of the layer's input
+  std::vector<Product> parts;
+  Linear last{};
+
+  MixerProjections(const MixerArguments& a, const MixerColumns& at, const Tensor& columns)
+      : a(a), rows(at.b), dim(a.x.size(a.x.dim() - 1)) {
+    check_device("x", a.x);
+    check_type("x", a.x, kFloat32);
+    check_last_stride("x", a.x);
+    const float* from = (const float*)a.x.data_ptr();
+    const auto add = [&](const char* name, const Maybe& weight, const char* bias_name, const Maybe& bias, int64_t first,
+                         int64_t end) {
+      const bool wanted = end > first;
+      if (weight.has_value() != wanted)
+        refuse(name, ": got ", wanted ? "None, expected a tensor" : "a tensor, expected None");
+      if (!weight) return;
+      const Linear c = linear_of(from, rows, dim, a.x.stride(0), name, *weight, bias_name, bias, end - first);
+      parts.push_back({c, (float*)columns.data_ptr() + first});
+      parts.back().c.y_stride = at.count;
+    };
+    parts.reserve(7);
+    const int64_t k = at.h * at.d, v = k + at.key_heads * at.d, numbers = at.out_heads * at.e;
+    add("q_proj", a.q_proj, "q_bias", a.q_bias, 0, k);
+    add("k_proj", a.k_proj, "k_bias", a.k_bias, k, v);
+    add("v_proj", a.v_proj, "v_bias", a.v_bias, v, at.channels);
+    add("gate_proj", a.gate_proj, "gate_bias", a.gate_bias, at.gate, at.forget);
+    add("forget_proj", a.forget_proj, "forget_bias", a.forget_bias, at.forget, at.write);
+    add("write_proj", a.write_proj, "write_bias", a.write_bias, at.write, at.erase);
+    add("erase_proj", a.erase_proj, "erase_bias", a.erase_bias, at.erase, at.count);
+    if (!a.o_proj) refuse("o_proj: got None with q_proj, expected a tensor");
+    last = linear_of(nullptr, rows, numbers, numbers, "o_proj", *a.o_proj, "o_bias", a.o_bias, first_size(*a.o_proj));
+  }
+  MixerProjections(const MixerProjections&) = delete;
+
+  // The layer's output, still empty
+  Tensor output() const {
+    return a.x.dim() == 3 ? empty(kFloat32, {rows, 1, last.n}) : empty(kFloat32, {rows, last.n});
+  }
+  void finish(const Tensor& normed, const Tensor& y) {
+    last.x = (const float*)normed.data_ptr();
+    run_product(last, (float*)y.data_ptr());
   }
 };
 
@@ -130,10 +264,11 @@ struct MixerGates {
   const double* fixed;            // (g): the log of a fixed decay, or null
   Maybe log_decay, write, erase;  // (b, 1, g), log_decay also (b, 1, g, units)
 
-  MixerGates(const Tensor& x, const MixerColumns& at, bool has_forget, const Maybe& up, const Maybe& up_bias,
-             double bound, int64_t write_factor, double largest, const Maybe& decay)
-      : at(at), has_forget(has_forget), bound(bound), write_factor(write_factor), largest(largest),
-        fixed(decay ? numbers<double>("decay", *decay, kFloat64, {at.g}) : nullptr) {
+  // x (b, at.count): the columns
+  MixerGates(const MixerArguments& a, const MixerColumns& at, const Tensor& x)
+      : at(at), has_forget(a.forget), bound(a.bound), write_factor(a.write), largest(a.erase),
+        fixed(a.decay ? numbers<double>("decay", *a.decay, kFloat64, {at.g}) : nullptr) {
+    const Maybe &up = a.up, &up_bias = a.up_bias;
     if (up.has_value() != up_bias.has_value()) refuse("up, up_bias: got one of them, expected both or none");
     if (!(bound >= 0 && std::isfinite(bound)) || (bound > 0 && !up))
       refuse("bound: got ", bound, ", expected ", up ? "0 or a positive finite number" : "0 without up");
@@ -147,7 +282,7 @@ struct MixerGates {
     if (up)
       product = {.x = (const float*)x.data_ptr() + at.forget, .weight = parameter("up", *up, {at.g, at.units, at.rank}),
                  .bias = parameter("up_bias", *up_bias, {at.g, at.units}), .rows = at.b, .n = at.g * at.units,
-                 .k = at.rank, .stride = at.count};
+                 .k = at.rank, .stride = at.count, .y_stride = at.g * at.units};
     if (up) log_decay = empty(kFloat64, {at.b, 1, at.g, at.units});
     else if (has_forget || fixed) log_decay = empty(kFloat64, {at.b, 1, at.g});
     if (largest > 0) erase = empty(kFloat64, {at.b, 1, at.g});
@@ -170,7 +305,7 @@ struct MixerGates {
   }
   void fill_per_feature() const {
     std::vector<float> gates(at.b * product.n);
-    run_linear(product, gates.data());
+    run_product(product, gates.data());
     double* to = numbers_of(log_decay);
     for (int64_t i = 0; i < at.b * at.g; i++) {
       float* head = gates.data() + i * at.units;
@@ -182,24 +317,27 @@ struct MixerGates {
   static double* numbers_of(const Maybe& x) { return x ? (double*)x->data_ptr() : nullptr; }
 };
 
-// A layer's step between its projections. up (g, units, rank), up_bias (g, units) and bound are those of a forget gate
-// per feature, whose first product is a part of x. write: a WriteFactor. erase: the largest number of the erase gate, or
-// 0 without one; with one there is no z. decay (g,) is the log of a fixed decay. The other arguments are those of
-// convolve, step and gated_norm; query_length is step's `unit`. With slots (b,), inputs, kv, z and positions are those of a
-// pool, and sequence i has row slots[i] of each.
-inline Tensor mixer_step(Tensor x, int64_t heads, bool has_gate, bool has_forget, Maybe up, Maybe up_bias, double bound,
-                         int64_t write, double erase, Maybe weight, Maybe bias, Maybe inputs, bool silu, Maybe decay,
-                         Tensor kv, Maybe z, Tensor positions, Maybe theta, int64_t layout, int64_t feature_map,
-                         double query_length, bool normalize, double eps, Maybe norm, double norm_eps, bool over_heads,
-                         bool gate_first, Maybe skip, bool skip_first, Maybe slots) {
-  const MixerColumns at(x, kv, heads, has_gate, has_forget, up, write == kWriteGate, erase > 0);
-  const MixerGates gates(x, at, has_forget, up, up_bias, bound, write, erase, decay);
-  if (weight.has_value() != inputs.has_value()) refuse("weight, inputs: got one of them, expected both or none");
-
-  const Tensor starts = slots ? positions_at(*slots, positions, at.b, kv.size(0)) : positions;
-  const Tensor mixed = weight ? empty(kFloat32, {at.b, at.channels}) : x;
+// One token of a layer
+inline Tensor mixer_step(const MixerArguments& a) {
+  const MixerColumns at(a);
+  const Tensor x = a.q_proj ? empty(kFloat32, {at.b, at.count}) : a.x;
+  parameter("x", x, {at.b, at.count});
+  std::optional<MixerProjections> projections;
+  if (a.q_proj) projections.emplace(a, at, x);
+  const MixerGates gates(a, at, x);
+  if (a.weight.has_value() != a.inputs.has_value()) refuse("weight, inputs: got one of them, expected both or none");
+  const int64_t rows = a.slots ? a.kv.size(0) : at.b;
+  numbers<int64_t>("positions", a.positions, kInt64, {rows});
+  const Tensor positions = reinterpret(a.positions, 0, {rows, 1}, {1, 1});
+  const Tensor starts = a.slots ? positions_at(*a.slots, positions, at.b, a.kv.size(0)) : positions;
+  const Tensor mixed = a.weight ? empty(kFloat32, {at.b, at.channels}) : x;
   std::optional<ConvolutionCall> convolution;
-  if (weight) convolution.emplace(as_token(x, 0, at.channels), *weight, bias, inputs, Maybe(), slots, silu);
+  if (a.weight) {
+    const Tensor& w = *a.weight;
+    const bool middle = w.dim() == 3 && w.size(1) == 1;  // as in torch.nn.Conv1d
+    const Tensor weight = middle ? reinterpret(w, 0, {w.size(0), w.size(2)}, {w.stride(0), w.stride(2)}) : w;
+    convolution.emplace(as_token(x, 0, at.channels), weight, a.bias, a.inputs, Maybe(), a.slots, a.silu);
+  }
   Inputs step(kStep);
   step[kQ] = as_heads(mixed, 0, at.h, at.d);
   step[kK] = as_heads(mixed, at.h * at.d, at.key_heads, at.d);
@@ -207,24 +345,32 @@ inline Tensor mixer_step(Tensor x, int64_t heads, bool has_gate, bool has_forget
   step[kLogDecay] = gates.log_decay;
   step[kWrite] = gates.write;
   step[kErase] = gates.erase;
-  step[kKv] = kv;
-  step[kZ] = z;
-  step[kSlots] = slots;
-  step[kTheta] = theta;
+  step[kKv] = a.kv;
+  step[kZ] = a.z;
+  step[kSlots] = a.slots;
+  step[kTheta] = a.theta;
   step[kPositions] = starts;
-  step.call.layout = layout;
-  step.call.map = feature_map;
-  step.call.query_length = query_length;
-  step.call.normalize = normalize;
-  step.call.eps = eps;
+  step.call.layout = a.layout;
+  step.call.map = a.feature_map;
+  step.call.query_length = a.unit;
+  step.call.normalize = a.normalize;
+  step.call.eps = a.eps;
   Call& c = read_call(step);
   int64_t* position = advancing_positions(at.b, starts);
   const Tensor out = empty(kFloat32, {at.b, 1, at.out_heads, at.e});
   c.out = view(out);
-  NormCall after(out, has_gate ? Maybe(as_token(x, at.gate, at.out_heads * at.e)) : Maybe(), skip ? step[kV] : Maybe(),
-                 norm, skip, norm_eps, over_heads, gate_first, skip_first);
+  const Maybe gate = a.gate ? Maybe(as_token(x, at.gate, at.out_heads * at.e)) : Maybe();
+  const bool flat = a.norm && a.over_heads && a.norm->dim() == 1 && a.norm->size(0) == at.out_heads * at.e;
+  const int64_t stride = flat ? a.norm->stride(0) : 1;
+  const Maybe norm = flat ? Maybe(reinterpret(*a.norm, 0, {at.out_heads, at.e}, {at.e * stride, stride})) : a.norm;
+  NormCall after(out, gate, a.skip ? step[kV] : Maybe(), norm, a.skip, a.norm_eps, a.over_heads, a.gate_first,
+                 a.skip_first);
+  const int64_t numbers = at.out_heads * at.e;
+  const Tensor normed = empty(kFloat32, {at.b, numbers}), y = projections ? projections->output() : normed;
+  after.y = {(char*)normed.data_ptr(), numbers, numbers, at.e};
 
   // Everything is checked: from here on, the state is written
+  if (projections) run_products(projections->parts);
   gates.fill((const float*)x.data_ptr());
   if (convolution) {
     convolution->y = {(char*)mixed.data_ptr(), at.channels, at.channels, 0};
@@ -233,9 +379,11 @@ inline Tensor mixer_step(Tensor x, int64_t heads, bool has_gate, bool has_forget
   run_step(c);
   for (int64_t i = 0; i < at.b; i++) {
     position[i]++;
-    if (slots) ((int64_t*)positions.data_ptr())[c.state_row(i)] = position[i];
+    if (a.slots) ((int64_t*)a.positions.data_ptr())[c.state_row(i)] = position[i];
   }
-  return norm_rows(after);
+  run_norm(after);
+  if (projections) projections->finish(normed, y);
+  return y;
 }
 
 }  // namespace linrope

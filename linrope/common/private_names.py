@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 # Public functions test for one transformation at a time, if at all.
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 # torch.library and torch.onnx meet fake tensors, but no public module has their classes.
@@ -39,6 +39,11 @@ def watched() -> bool:
     if torch.compiler.is_compiling() or _are_functorch_transforms_active():
         return True
     return _len_torch_dispatch_stack() > 0
+
+
+def function_modes() -> bool:
+    """True in a TorchFunctionMode, which may replace PyTorch's functions; torch.device(..) is one."""
+    return _len_torch_function_stack() > 0
 
 
 def fake_mode() -> bool:
@@ -73,6 +78,11 @@ def version_of(x: Tensor) -> int:
 def hooks_of(module: nn.Module) -> list[Any]:
     """The forward hooks of a module. PyTorch has public functions to add them, but none to list them."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def dicts_of(module: nn.Module) -> list[dict[Any, Any]]:
+    """The dicts in which a module keeps its submodules and its forward hooks, to see whether these change."""
+    return [module._modules, module._forward_hooks, module._forward_pre_hooks]
 
 
 def has_global_hooks() -> bool:

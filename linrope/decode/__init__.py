@@ -1,4 +1,4 @@
-"""The fast road of decoding: steps that are checked once, before the first token, and what is built on them."""
+"""Decoding: steps of a model that are checked once, before the first token, and what is built on them."""
 
 from linrope.decode.attention_step import prepare_attention
 from linrope.decode.engine import Engine, Generation

@@ -9,10 +9,11 @@ from torch.nn import functional as F
 
 from linrope.backends import library
 from linrope.common.writable import check_slots
-from linrope.decode.layer_step import LayerStep
+from linrope.decode.layer_step import PreparedLayer
 from linrope.decode.parts import BlockParts, ModelParts
-from linrope.decode.products import Joined, linear
+from linrope.layer.norm import silu_product
 from linrope.layer.state import LayerState
+from linrope.layer.step import FEW_ROWS
 
 
 class ModelStep:
@@ -26,12 +27,12 @@ class ModelStep:
 
     def __init__(self, parts: ModelParts, states: Sequence[LayerState]) -> None:
         self.states = list(states)
-        self._embedding = None if parts.embedding is None else parts.embedding.weight.detach()
-        self._head = self._embedding if parts.head is None else parts.head.weight.detach()
-        self._branches: list[tuple[_AddNorm, LayerStep | _SwiGLU]] = []
+        self._embedding = None if parts.embedding is None else parts.embedding.weight
+        self._head = self._embedding if parts.head is None else parts.head.weight
+        self._branches: list[tuple[_AddNorm, PreparedLayer | _SwiGLU]] = []
         for block, state in zip(parts.blocks, states, strict=True):
             attention: Any = block.attention
-            self._branches.append((_AddNorm(block.attention_norm), LayerStep(attention, state)))
+            self._branches.append((_AddNorm(block.attention_norm), PreparedLayer(attention, state)))
             if block.feed_forward_norm is not None:
                 self._branches.append((_AddNorm(block.feed_forward_norm), _SwiGLU(block)))
         self._norm = _AddNorm(parts.norm)
@@ -49,7 +50,10 @@ class ModelStep:
         if self._embedding is None:
             return self._of_rows(tokens[:, 0].clone(), slots)[:, None]
         assert self._head is not None
-        return linear(self._of_rows(self._embed(tokens, slots), slots), self._head)[:, None]
+        x = self._of_rows(self._embed(tokens, slots), slots)
+        few = len(x) <= FEW_ROWS
+        logits: Tensor = library.run("linear", x, self._head, None) if few else F.linear(x, self._head)
+        return logits[:, None]
 
     def _embed(self, tokens: Tensor, slots: Tensor | None) -> Tensor:
         assert self._embedding is not None
@@ -77,7 +81,7 @@ class _AddNorm:
     """x += y, and then the RMS norm of x (b, embed_dim)."""
 
     def __init__(self, norm: Any) -> None:
-        self.weight, self.eps = norm.weight.detach(), norm.eps
+        self.weight, self.eps = norm.weight, norm.eps
 
     def __call__(self, x: Tensor, y: Tensor | None) -> Tensor:
         normed: Tensor = library.run("add_norm", x, y, self.weight, self.eps)
@@ -85,10 +89,16 @@ class _AddNorm:
 
 
 class _SwiGLU:
-    """The feed-forward network of a block, its first two products in one."""
+    """The feed-forward network of a block."""
 
     def __init__(self, block: BlockParts) -> None:
-        self.w1_w3, self.w2 = Joined(block.w1, block.w3), Joined(block.w2)
+        modules: Any = block.w1, block.w3, block.w2
+        self._parts = [(x.weight, x.bias) for x in modules]
+        self._weights = [x for part in self._parts for x in part]
 
     def of_rows(self, x: Tensor, slots: Tensor | None) -> Tensor:
-        return self.w2(library.run("silu_product", self.w1_w3(x)))
+        if len(x) <= FEW_ROWS:
+            y: Tensor = library.run("swiglu", x, *self._weights)
+            return y
+        w1, w3, w2 = self._parts
+        return F.linear(silu_product(F.linear(x, *w1), F.linear(x, *w3)), *w2)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import overload
 
-from linrope.decode.layer_step import LayerStep
+from linrope.decode.layer_step import PreparedLayer
 from linrope.decode.model_step import ModelStep
 from linrope.decode.parts import DecodableModel, ModelParts
 from linrope.decode.reasons import why_not
@@ -12,12 +12,12 @@ from linrope.layer.state import LayerState
 
 
 @overload
-def prepare(module: LinearRoPEAttention, states: LayerState) -> LayerStep: ...
+def prepare(module: LinearRoPEAttention, states: LayerState) -> PreparedLayer: ...
 @overload
 def prepare(module: DecodableModel | ModelParts, states: Sequence[LayerState]) -> ModelStep: ...
 def prepare(
     module: LinearRoPEAttention | DecodableModel | ModelParts, states: LayerState | Sequence[LayerState]
-) -> LayerStep | ModelStep:
+) -> PreparedLayer | ModelStep:
     """Prepares the decoding steps of a layer or a model: a function that takes the next token of each sequence.
 
         y = layer(x, state=state)                 x (b, 1, embed_dim) -> the same shape
@@ -26,8 +26,8 @@ def prepare(
     The step computes what the module computes, without gradients, with far fewer calls of PyTorch. Module and states
     are checked here, once, and a call checks only its own tokens and slots. It is for float32 on a CPU. Every call
     overwrites the states given here with the next ones, from which the module too can continue. step(tokens, slots)
-    with slots (b,) int64 takes the rows of the states at the slots, and leaves the other rows alone. Small projections
-    of the same vector become one, whose weights are a copy: prepare a new step after the weights have changed.
+    with slots (b,) int64 takes the rows of the states at the slots, and leaves the other rows alone. It reads the
+    weights in place: prepare a new step after a weight has been replaced by another tensor.
 
     Args:
         module: a layer; a model such as ``linrope.models.LanguageModel``; or the parts of a model.
@@ -50,6 +50,6 @@ def prepare(
         raise ValueError(f"a prepared decoding step is impossible here: {reason}")
     if isinstance(module, LinearRoPEAttention):
         assert isinstance(states, LayerState)
-        return LayerStep(module, states)
+        return PreparedLayer(module, states)
     assert not isinstance(states, LayerState)
     return ModelStep(module if isinstance(module, ModelParts) else module.decoding_parts(), states)

@@ -23,6 +23,7 @@ from linrope.layer.mixer import Mixer, rotary_in_words
 from linrope.layer.options import map_in_words
 from linrope.layer.selective import EraseGate, ForgetGate, WriteGate
 from linrope.layer.state import LayerState, next_state
+from linrope.layer.step import one_token
 from linrope.layer.trapezoid import TrapezoidGate, trapezoidal_attention
 from linrope.layer.typed_options import LayerOptions
 from linrope.operation.functional import linear_rope_attention
@@ -293,6 +294,15 @@ class LinearRoPEAttention(Mixer):
         """
         if others or unknown:
             check_keywords("the layer's call", ["value"] if others else unknown, _TOKENS, _IN_THE_CALL)
+        if (
+            type(state) is LayerState
+            and context is positions is context_positions is key_mask is cu_seqlens is None
+            and shard is None
+            and type(self) is LinearRoPEAttention
+            and not torch.compiler.is_compiling()
+            and (done := one_token(self, x, state, return_state)) is not None
+        ):
+            return done
         self._check_call(x, context, state, shard)
         c = x if context is None else context
         q, k, v, conv = None, self.k_proj(c), self.v_proj(c), None

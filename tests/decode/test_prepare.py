@@ -171,6 +171,23 @@ def test_it_writes_into_the_states_and_the_model_continues_from_them() -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("b", [2, 9])
+@torch.no_grad()
+def test_it_copies_no_weight(b: int) -> None:
+    """A copy would take as much memory as a large model has, and would miss what is written to the weights."""
+    (model, states), tokens = begun(b, decay="learned", forget_gate=True), torch.randint(256, (b, 1))
+    step = prepare(model, copies(states))
+    for name, parameter in model.named_parameters():
+        before = model(tokens, states)[0]
+        if "attention_norm" in name:
+            parameter.data = 1.5 * parameter
+        else:
+            parameter.mul_(1.5).add_(0.01)
+        expected, states = model(tokens, states)
+        assert not torch.equal(before, expected), name
+        torch.testing.assert_close(step(tokens), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_the_logits_have_no_gradient_and_the_result_is_the_same_in_all_modes() -> None:
     (model, states), tokens = begun(), torch.randint(256, (2, 1))
     outside = prepare(model, copies(states))(tokens)

@@ -16,7 +16,7 @@ from linrope.cli.bench import checks
 from linrope.common.private_names import softmax_kernel
 from linrope.decode import prepare, prepare_attention, why_not
 from linrope.decode.attention_step import AttentionStep
-from linrope.decode.layer_step import LayerStep
+from linrope.decode.layer_step import PreparedLayer
 from linrope.layer.choices import make_decay, make_map
 from linrope.layer.config import LayerConfig
 from linrope.layer.state import LayerState
@@ -243,7 +243,7 @@ class DecodeCase:
         ).eval()
         self.x = torch.randn(case.batch, 1, self.heads * self.dim, **new)
         self.layer_state: LayerState | None = None
-        self.layer_step: LayerStep | None = None
+        self.layer_step: PreparedLayer | None = None
         self.cache: tuple[Tensor, Tensor] | None = None
         cos, sin = Rotary(self.dim).cos_sin(self.positions[:1])
         self.cis = torch.complex(cos, sin)

@@ -8,17 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linrope.backends import library
 from tests.kernels.cpu.cases import error_of, on_one_isa
 from tests.support.contract import narrow
 from tests.support.equation import _rotated
 
 pytestmark = pytest.mark.usefixtures("isa")
 
-ORDER = (
-    "heads", "has_gate", "has_forget", "up", "up_bias", "bound", "factor", "largest", "weight", "bias", "inputs",
-    "silu", "decay", "kv", "z", "positions", "theta", "layout", "feature_map", "unit", "normalize", "eps", "norm",
-    "norm_eps", "over_heads", "gate_first", "skip", "skip_first",
-)  # fmt: skip
 WRITTEN = ("inputs", "kv", "z", "positions")
 MAPS = {0: lambda x: x, 1: lambda x: F.elu(x) + 1, 2: torch.relu, 5: F.silu}
 ONES, OWN, FORGOTTEN, ERASED = range(4)  # the factors of values
@@ -84,7 +80,7 @@ def make(
         "weight": normal(c, taps), "bias": normal(c), "inputs": normal(b, taps - 1, c), "silu": True,
         "decay": -torch.rand(g, generator=generator, dtype=torch.float64),
         "kv": normal(b, g, d, e), "z": torch.rand(b, g, d, generator=generator, dtype=torch.float64) + 0.5,
-        "positions": torch.arange(100, 100 + b)[:, None],
+        "positions": torch.arange(100, 100 + b),
         "theta": torch.randint(-(2**62), 2**62, (1, 1, pairs), generator=generator), "layout": 1,
         "feature_map": 1, "unit": 0.0, "normalize": False, "eps": 1e-6, "norm": normal(e), "norm_eps": 1e-6,
         "over_heads": False, "gate_first": False, "skip": normal(out_heads), "skip_first": False,
@@ -103,12 +99,35 @@ def make(
 
 
 def run(native: Any, arguments: dict[str, Any]) -> Tensor:
-    """The operator's result, with the projections as columns of one tensor."""
+    """The operator's result, with the projections as columns of one tensor or, if it has them, of the input x."""
     parts = {name: arguments[name] for name in ("qkv", "gate", "forget", "write", "erase")}
-    more = {f"has_{name}": x is not None for name, x in parts.items()} | {"heads": arguments["h"]}
-    x = arguments.get("x", torch.cat([x for x in parts.values() if x is not None], 1))
-    values = [(arguments | more)[name] for name in ORDER]
-    return native.mixer_step(x, *values, arguments.get("slots"))
+    renamed = {"heads": arguments["h"], "write": arguments["factor"], "erase": arguments["largest"]}
+    renamed |= {name: arguments[name] is not None for name in ("gate", "forget")}
+    columns = torch.cat([x for x in parts.values() if x is not None], 1)
+    given = {"x": columns} | arguments | renamed
+    return native.mixer_step(*[given.get(name) for name in library.argument_names("mixer_step")])
+
+
+def projected(arguments: dict[str, Any], dim: int = 24) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments with an input and projections, and those with the columns that these make of it."""
+    generator = torch.Generator().manual_seed(1)
+    normal = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    (b, g, d, e), h = arguments["kv"].shape, arguments["h"]
+    x = normal(b, dim)
+    whole, columns = arguments | {"x": x}, dict(arguments)
+
+    def project(name: str, n: int, bias: bool = True) -> Tensor:
+        weight, offset = normal(n, dim) / dim**0.5, normal(n) if bias else None
+        whole.update({f"{name}_proj": weight, f"{name}_bias": offset})
+        return F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+
+    qkv = [project(name, n) for name, n in (("q", h * d), ("k", min(h, g) * d), ("v", g * e))]
+    columns["qkv"] = torch.cat(qkv, 1)
+    for name in ("gate", "forget", "write", "erase"):
+        if arguments[name] is not None:
+            columns[name] = project(name, arguments[name].shape[1], bias=name != "gate")
+    whole |= {"o_proj": normal(dim, max(h, g) * e), "o_bias": normal(dim)}
+    return whole, columns
 
 
 def copied(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +155,7 @@ def reference(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | Non
     phi_hat, psi_hat = phi, psi
     if a.theta is not None:
         turns, layout = (
-            (a.positions * a.theta[0])[:, None, None],
+            (a.positions[:, None] * a.theta[0])[:, None, None],
             ("interleaved", "half")[a.layout - 1],
         )  # wraps
         phi_hat, psi_hat = (_rotated(x[:, None], turns, None, layout)[:, 0] for x in (phi, psi))
@@ -188,6 +207,23 @@ def test_it_computes_its_equations(native, name):
         if x is not None:
             got = arguments[key]
             torch.testing.assert_close(got, x.to(got.dtype), rtol=1e-6, atol=1e-6 * float(x.abs().max()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_projections_it_computes_them_too(native, name):
+    whole, columns = projected(make(**CASES[name]))
+    middle, written = reference(columns)
+    expected = F.linear(middle, whole["o_proj"].double(), whole["o_bias"].double())
+    tokens = copied(whole) | {"x": whole["x"][:, None]}
+    rows = torch.stack((whole["x"], torch.zeros_like(whole["x"])), 1)[:, 0]  # which are apart in memory
+    y = run(native, whole)
+    largest = float(F.linear(middle.abs(), whole["o_proj"].double().abs()).max())
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5 * largest)
+    for key, x in written.items():
+        if x is not None:
+            got = whole[key]
+            torch.testing.assert_close(got, x.to(got.dtype), rtol=1e-5, atol=1e-5 * float(x.abs().max()))
+    assert torch.equal(run(native, tokens | {"x": rows[:, None]}), y[:, None])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -288,9 +324,10 @@ WRONG = {
     r"kv: got shape \(1, 2, 12, 20\)": {"kv": torch.zeros(1, 2, 12, 20)},
     "kv: got another dtype": {"kv": torch.zeros(2, 2, 12, 20).double()},
     "z: got another dtype": {"z": torch.zeros(2, 2, 12)},
-    r"positions: got shape \(2,\)": {"positions": torch.zeros(2, dtype=torch.int64)},
-    "positions: got another dtype": {"positions": torch.zeros(2, 1)},
-    r"state: got positions \[0, -1\] and 1 more tokens, expected 0": {"positions": torch.tensor([[0], [-1]])},
+    r"positions: got shape \(2, 1\), expected \(2,\)": {"positions": torch.zeros(2, 1, dtype=torch.int64)},
+    r"positions: got shape \(3,\), expected \(2,\)": {"positions": torch.zeros(3, dtype=torch.int64)},
+    "positions: got another dtype": {"positions": torch.zeros(2)},
+    r"state: got positions \[0, -1\] and 1 more tokens, expected 0": {"positions": torch.tensor([0, -1])},
     "theta: got 7 pairs": {"theta": torch.zeros(1, 1, 7, dtype=torch.int64)},
     "layout: got 0": {"layout": 0},
     "feature_map: got 6": {"feature_map": 6},
@@ -330,6 +367,24 @@ WRONG_PER_FEATURE = {
     "bound: got nan, expected": {"bound": math.nan},
     "bound: got inf, expected": {"bound": math.inf},
 }  # fmt: skip
+# Of a step with its projections, from 24 numbers to 194 columns
+WRONG_PROJECTIONS = {
+    r"x, kv: got 1 and 4": {"x": torch.zeros(24)},
+    r"x, kv: got 3 and 4": {"x": torch.zeros(2, 2, 24)},
+    "x: got another dtype": {"x": torch.zeros(2, 24).double()},
+    "x: got stride 2 in the last dimension": {"x": torch.zeros(2, 48)[:, ::2]},
+    r"q_proj: got shape \(48, 24\), expected \(48, 23\)": {"x": torch.zeros(2, 23)},
+    r"k_proj: got shape \(25, 24\), expected \(24, 24\)": {"k_proj": torch.zeros(25, 24)},
+    "v_proj: got None, expected a tensor": {"v_proj": None},
+    "gate_proj: got a tensor, expected None": {"gate": None},
+    "write_proj: got a tensor, expected None": {"write_proj": torch.zeros(2, 24)},
+    "forget_proj: got another dtype": {"forget_proj": torch.zeros(2, 24).half()},
+    "q_proj: got a tensor that is not contiguous": {"q_proj": torch.zeros(24, 48).T},
+    r"q_bias: got shape \(47,\), expected \(48,\)": {"q_bias": torch.zeros(47)},
+    "o_proj: got None": {"o_proj": None},
+    r"o_proj: got shape \(24, 79\), expected \(24, 80\)": {"o_proj": torch.zeros(24, 79)},
+    r"o_proj: got shape \(\)": {"o_proj": torch.tensor(1.0)},
+}
 CHECKS = [({}, x) for x in WRONG.items()]
 CHECKS += [({"factor": ONES, "rank": 5}, x) for x in WRONG_PER_FEATURE.items()]
 
@@ -343,6 +398,16 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(native, sizes, wrong
     with pytest.raises(error_of(message), match=message):
         run(native, arguments)
     assert all(x is None or torch.equal(arguments[key], x) for key in WRITTEN for x in [before[key]])
+
+
+@on_one_isa
+@pytest.mark.parametrize("message", WRONG_PROJECTIONS)
+def test_wrong_projections_are_refused_and_nothing_is_written(native, message):
+    arguments = projected(make())[0] | WRONG_PROJECTIONS[message]
+    before = copied(arguments)
+    with pytest.raises(error_of(message), match=message):
+        run(native, arguments)
+    assert all(torch.equal(arguments[key], before[key]) for key in WRITTEN)
 
 
 @pytest.mark.parametrize("up", [torch.zeros(2, 6, 0), torch.zeros(2, 6, 5)])
@@ -364,11 +429,17 @@ def test_add_norm_computes_its_equations(native, b, n):
         assert torch.equal(x, total.float())
 
 
-@pytest.mark.parametrize(("b", "n"), [(1, 448), (3, 37), (200, 5)])
-def test_silu_product_computes_its_equation(native, b, n):
-    x = 3 * torch.randn(b, 2 * n)
-    expected = F.silu(x[:, :n].double()) * x[:, n:].double()
-    torch.testing.assert_close(native.silu_product(x).double(), expected, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("b", "n"), [(1, 448), (3, 37), (8, 5), (0, 3)])
+def test_swiglu_computes_its_equation(native, b, n, biased):
+    x, (w1, w3), w2 = torch.randn(b, 24), torch.randn(2, n, 24), torch.randn(7, n)
+    biases = (torch.randn(n), torch.randn(n), torch.randn(7)) if biased else (None, None, None)
+    exact = [y if y is None else y.double() for y in biases]
+    inner = F.silu(F.linear(x.double(), w1.double(), exact[0])) * F.linear(x.double(), w3.double(), exact[1])
+    expected = F.linear(inner, w2.double(), exact[2])
+    largest = float(F.linear(inner.abs(), w2.double().abs()).max()) if b else 1.0
+    y = native.swiglu(x, w1, biases[0], w3, biases[1], w2, biases[2])
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6 * largest)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 5), (27, 33), (128, 256), (1544, 37)])
@@ -399,7 +470,8 @@ def refuses(operator, wrong):
 def test_linear_refuses_what_does_not_fit(native):
     x, weight, bias = torch.randn(2, 4), torch.randn(3, 4), torch.randn(3)
     wrong = {
-        "x, weight: got 1 and 2 dimensions": (x[0], weight, bias),
+        r"x: got shape \(4,\), expected 2 dimensions": (x[0], weight, bias),
+        r"weight: got shape \(3,\), expected \(3, 4\)": (x, weight[:, 0], bias),
         r"weight: got shape \(3, 3\)": (x, weight[:, :3].contiguous(), bias),
         "weight: got a tensor that is not contiguous": (x[:, :3].contiguous(), weight[:, :3], bias),
         "weight: got another dtype": (x, weight.double(), bias),
@@ -421,5 +493,33 @@ def test_wrong_rows_are_refused_and_nothing_is_written(native):
     }
     refuses(native.add_norm, wrong)
     assert torch.equal(x, before)
-    with pytest.raises(ValueError, match=r"x: got shape \(2, 7\), expected an even number"):
-        native.silu_product(torch.zeros(2, 7))
+    wrong = {
+        r"w1: got shape \(3, 7\), expected \(3, 8\)": (
+            y,
+            torch.zeros(3, 7),
+            None,
+            torch.zeros(3, 8),
+            None,
+            y,
+            None,
+        ),
+        r"w3: got shape \(4, 8\), expected \(3, 8\)": (
+            y,
+            torch.zeros(3, 8),
+            None,
+            torch.zeros(4, 8),
+            None,
+            y,
+            None,
+        ),
+        r"w2: got shape \(2, 8\), expected \(2, 3\)": (
+            y,
+            torch.zeros(3, 8),
+            None,
+            torch.zeros(3, 8),
+            None,
+            y,
+            None,
+        ),
+    }
+    refuses(native.swiglu, wrong)

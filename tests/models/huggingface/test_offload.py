@@ -53,7 +53,8 @@ def assert_computes_the_same(other: LinRopeForCausalLM, model: LinRopeForCausalL
         assert torch.equal(other(ids).logits, model(ids).logits)
         cache, same = (x(ids[:, :8], use_cache=True).past_key_values for x in (model, other))
         step = model(ids[:, 8:], past_key_values=cache).logits
-        assert torch.equal(other(ids[:, 8:], past_key_values=same).logits, step)
+        # Only layers in memory take mixer_step
+        torch.testing.assert_close(other(ids[:, 8:], past_key_values=same).logits, step, rtol=1e-4, atol=1e-5)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     assert torch.equal(other.generate(ids, **options), model.generate(ids, **options))
 
