@@ -41,4 +41,4 @@ class PreparedLayer:
 
     def of_rows(self, x: Tensor, slots: Tensor | None) -> Tensor:
         """The step without checks: x (b, 1, embed_dim) or (b, embed_dim), contiguous float32."""
-        return self._step(x, *self._memory, slots=slots)
+        return self._step(x, self._memory, slots)

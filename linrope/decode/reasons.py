@@ -55,6 +55,7 @@ def _why_not_layer(layer: nn.Module, state: Any) -> str | None:
         _why_not_now()
         or step.why_not
         or why_not_calls([layer], (LinearRoPEAttention,))
+        or why_not_weights([*layer.modules()])
         or why_not_state(layer, step.identity, state)
     )
 

@@ -4,7 +4,7 @@ The layer's own call takes it wherever it computes the same (``one_token``), and
 """
 
 from itertools import chain
-from operator import attrgetter, itemgetter, methodcaller
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from linrope.common.private_names import (
 from linrope.common.tracing import plain
 from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.state import LayerState
-from linrope.layer.step_reasons import why_not_calls, why_not_options, why_not_weights
+from linrope.layer.step_reasons import why_not_calls, why_not_options
 from linrope.operation.plan import backend_map, identity_of
 from linrope.recurrence.call import Call
 from linrope.recurrence.decay import MIN_LOG_DECAY
@@ -32,21 +32,20 @@ from linrope.recurrence.state import LinearAttentionState
 
 FEW_ROWS = 8  # for so few, the library's matrix products are faster than PyTorch's
 _KEPT = "_step"  # the attribute of a layer with its step
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "forget_proj", "write_proj", "erase_proj")
+_PROJECTIONS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "gate_proj",
+    "forget_proj",
+    "write_proj",
+    "erase_proj",
+    "o_proj",
+)
 # The numbers of kernels/cpu/mixer.h; that of a tied erase gate is 3
 _WRITE_FACTORS = {None: 0, "independent": 1, "tied": 2}
-_FROM_TOKEN_TO_TOKEN = (
-    "x",
-    "kv",
-    "z",
-    "positions",
-    "inputs",
-    "slots",
-    "decay",
-)  # mixer_step's first arguments
+_CHANGING = 7  # mixer_step's first arguments, x to decay, differ from token to token
 
-
-_needs_gradient = attrgetter("requires_grad")
 _is_contiguous = methodcaller("is_contiguous")
 _is_of_inference = methodcaller("is_inference")
 
@@ -55,7 +54,7 @@ def one_token(
     layer: Any, x: Tensor, state: LayerState, return_state: bool
 ) -> Tensor | tuple[Tensor, LayerState] | None:
     """The layer's result for one more token (b, 1, embed_dim), or None: only the layer's other code can tell it."""
-    if type(x) is not Tensor or x.ndim != 3 or x.shape[1] != 1:
+    if type(x) is not Tensor or x.dtype != torch.float32 or x.ndim != 3 or x.shape[1] != 1 or not x.is_cpu:
         return None
     step, sums = step_of(layer), state.sums
     if step.why_not is not None or type(sums) is not LinearAttentionState or sums.identity != step.identity:
@@ -63,10 +62,12 @@ def one_token(
     if has_global_hooks() or sums.angle is not None or state.last_token is not None:
         return None
     memory = [sums.kv, sums.z, sums.position, *([] if state.conv is None else [state.conv])]
-    tensors = [x, *memory, *step.parameters]
-    if not plain((sums.slots, *tensors)) or forward_mode() or function_modes():
+    parameters = step.parameters()
+    if not plain((x, sums.slots, *memory, *parameters)) or forward_mode() or function_modes():
         return None
-    if torch.is_autocast_enabled("cpu") or (torch.is_grad_enabled() and any(map(_needs_gradient, tensors))):
+    if torch.is_autocast_enabled("cpu") or (
+        torch.is_grad_enabled() and _need_gradients(x, *memory, *parameters)
+    ):
         return None
     in_place = sums.donated or sums.slots is not None
     if not in_place:
@@ -74,12 +75,9 @@ def one_token(
     elif not _may_be_written(memory):
         return None
     try:
-        y = step(x, *memory, slots=sums.slots)
-    except (
-        ValueError,
-        RuntimeError,
-    ):  # nothing is written; the layer's other code takes it, or names what is wrong
-        return None
+        y = step(x, memory, sums.slots, parameters)
+    except (ValueError, RuntimeError):
+        return None  # nothing is written, and the layer's other code names what is wrong, or can do it
     if not return_state:
         return y
     if in_place:
@@ -88,6 +86,10 @@ def one_token(
     after = state._with(sums._replace_unchecked(kv=kv, z=z, position=position))
     after.conv = conv[0] if conv else None
     return y, after
+
+
+def _need_gradients(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
 
 
 def _may_be_written(memory: list[Tensor]) -> bool:
@@ -108,11 +110,11 @@ class LayerStep:
 
         y = W_o mixer_step(W x)        x, y: (b, 1, embed_dim) or (b, embed_dim);  W: all projections of x
 
-    It reads the weights from the layer's own parameters. Whatever else it knows of the layer it has found once;
-    ``fits`` says whether this still holds.
+    It reads the weights wherever the layer has them at the time of a call. Whatever else it knows of the layer it has
+    found once; ``fits`` says whether this still holds.
 
     Args:
-        layer: the layer. It keeps its step, and so the step must not keep the layer.
+        layer: the layer. It keeps its step, and so the step must keep neither the layer nor a weight.
     """
 
     why_not: str | None  # the reason why the layer's other code must take all steps; None: it need not
@@ -121,40 +123,34 @@ class LayerStep:
         modules = [*layer.modules()]
         self._children = modules[1:]
         # What says how a module computes: every attribute, all submodules and all hooks. ``fits`` compares all of it,
-        # so that nothing that ``_arguments`` reads can be forgotten.
+        # so that nothing that ``_constants`` reads can be forgotten.
         self._attributes = itemgetter(*[name for name in vars(layer) if name != _KEPT])
         self._seen = self._attributes(vars(layer))
         self._dicts = [each for module in self._children for each in (vars(module), *dicts_of(module))]
         self._dicts += dicts_of(layer)[:1]
         self._dicts_seen = [dict(each) for each in self._dicts]
         self._types = [*map(type, self._children)]
-        self._parameter_dicts = [each for module in modules if (each := parameters_of(module))]
-        parameters = [*chain.from_iterable([each.values() for each in self._parameter_dicts])]
-        self._ids = [*map(id, parameters)]
-        self.parameters = [x for x in parameters if x is not None]
-        self.why_not = (
-            native.why_not()
-            or why_not_options(layer)
-            or why_not_calls(self._children)
-            or why_not_weights(modules)
-        )
+        self._parameters = [parameters_of(module) for module in modules]
+        self._names = [*map(list, self._parameters)]
+        self.why_not = native.why_not() or why_not_options(layer) or why_not_calls(self._children)
         if self.why_not is not None:
             return
         self.identity = identity_of(layer.feature_map, layer.rotary, layer.rope_order)
         self.identity += "" if layer.erase_gate is None else WITHOUT_Z
         self._without_z = layer.erase_gate is not None
-        fixed = _arguments(layer)
-        self._projections = [
-            (fixed[name], fixed[_bias(name)]) for name in _PROJECTIONS if fixed[name] is not None
-        ]
-        self._last = fixed["o_proj"], fixed["o_bias"]
-        names = library.argument_names("mixer_step")[len(_FROM_TOKEN_TO_TOKEN) :]
-        self._whole = itemgetter(*names)(fixed)
-        without = dict.fromkeys(y for x in (*_PROJECTIONS, "o_proj") for y in (x, _bias(x)))
-        self._between = itemgetter(*names)(fixed | without)
-        self._decay_logit = layer.decay_logit
         decay = layer.decay
-        self._decay = None if decay is None or self._decay_logit is not None else _log_of(decay)
+        self._decay = None if decay is None or layer.decay_logit is not None else _log_of(decay)
+        # Each argument is a parameter or a constant, and has a place in a list of all of these
+        places = {
+            x: i for i, x in enumerate((id(m), name) for m, own in zip(modules, self._names) for name in own)
+        }
+        self._decay_logit = places.get((id(layer), "decay_logit"))
+        weights = {name: places.get((id(module), own)) for name, (module, own) in _weights(layer).items()}
+        constants = _constants(layer) | {name: None for name, place in weights.items() if place is None}
+        self._constants = [*constants.values()]
+        at = weights | {name: len(places) + i for i, name in enumerate(constants)}
+        self._order = library.argument_names("mixer_step")[_CHANGING:]
+        self._pick = itemgetter(*[at[name] for name in self._order])
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the layer makes a step of its own
@@ -166,36 +162,50 @@ class LayerStep:
                 self._attributes(vars(layer)) == self._seen
                 and self._dicts == self._dicts_seen
                 and [*map(type, self._children)] == self._types
-                and [*map(id, chain.from_iterable([x.values() for x in self._parameter_dicts]))] == self._ids
+                and [*map(list, self._parameters)] == self._names
             )
         except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or was a tensor or an array
             return False
 
+    def parameters(self) -> list[Any]:
+        """The layer's parameters, and None for each that it has not, in one order."""
+        return [*chain.from_iterable([each.values() for each in self._parameters])]
+
     def __call__(
-        self,
-        x: Tensor,
-        kv: Tensor,
-        z: Tensor,
-        position: Tensor,
-        conv: Tensor | None = None,
-        *,
-        slots: Tensor | None,
+        self, x: Tensor, memory: list[Tensor], slots: Tensor | None, parameters: list[Any] | None = None
     ) -> Tensor:
-        """Raises ValueError or RuntimeError, and then has written nothing, if an argument does not fit."""
+        """memory: a state's kv, z, position and, with a convolution, conv. parameters: ``parameters()``.
+
+        Raises ValueError or RuntimeError if an argument does not fit. Nothing is written then.
+        """
+        if parameters is None:
+            parameters = self.parameters()
+        kv, z, position, *conv = memory
         decay = self._decay
         if self._decay_logit is not None:
-            decay = _log_of(self._decay_logit.detach().double().sigmoid())
-        memory = kv, None if self._without_z else z, position, conv, slots, decay
+            decay = _log_of(parameters[self._decay_logit].detach().double().sigmoid())
+        changing = kv, None if self._without_z else z, position, conv[0] if conv else None, slots, decay
+        fixed = self._pick(parameters + self._constants)
         y: Tensor
         if x.shape[0] <= FEW_ROWS:
-            y = library.run("mixer_step", x, *memory, *self._whole)
+            y = library.run("mixer_step", x, *changing, *fixed)
         else:
-            columns = torch.cat([F.linear(x, *part) for part in self._projections], -1)
-            normed = library.run("mixer_step", columns.flatten(0, -2), *memory, *self._between)
-            y = F.linear(normed, *self._last).view(*x.shape[:-1], -1)
-        # Autograd does not see what kernels write
-        increment_version([kv, z, position] if conv is None else [kv, z, position, conv])
+            y = self._of_many_rows(x, changing, dict(zip(self._order, fixed)))
+        increment_version(memory)  # autograd does not see what kernels write
         return y
+
+    def _of_many_rows(self, x: Tensor, changing: tuple[Any, ...], fixed: dict[str, Any]) -> Tensor:
+        """PyTorch's matrix products, and mixer_step between them."""
+        weights = {
+            name: (fixed[name], fixed[_bias(name)]) for name in _PROJECTIONS if fixed[name] is not None
+        }
+        last = weights.pop("o_proj")
+        F.linear(x.new_empty(0, last[0].shape[1]), *last)  # raises before anything is written
+        columns = torch.cat([F.linear(x, *each) for each in weights.values()], -1).flatten(0, -2)
+        between = fixed | dict.fromkeys(y for name in _PROJECTIONS for y in (name, _bias(name)))
+        return F.linear(library.run("mixer_step", columns, *changing, *between.values()), *last).view(
+            *x.shape[:-1], -1
+        )
 
 
 def _log_of(decay: Tensor) -> Tensor:
@@ -206,35 +216,35 @@ def _bias(projection: str) -> str:
     return projection.replace("_proj", "_bias")
 
 
-def _arguments(layer: Any) -> dict[str, Any]:
-    """mixer_step's arguments that do not change from token to token, by name."""
+def _weights(layer: Any) -> dict[str, tuple[Any, str]]:
+    """mixer_step's arguments that are parameters, by name: the module, or None, and the parameter's name in it."""
+    gates = layer.forget_gate, layer.write_gate, layer.erase_gate
+    projections = layer.q_proj, layer.k_proj, layer.v_proj, layer.g_proj, *gates, layer.o_proj
+    weights: dict[str, tuple[Any, str]] = {}
+    for name, module in zip(_PROJECTIONS, projections, strict=True):
+        weights |= {name: (module, "weight"), _bias(name): (module, "bias")}
+    if isinstance(layer.forget_gate, FeatureForgetGate):  # the first of its two products is a projection of x
+        weights |= {"forget_proj": (layer.forget_gate, "down"), "forget_bias": (None, "")}
+        weights |= {"up": (layer.forget_gate, "up"), "up_bias": (layer.forget_gate, "bias")}
+    else:
+        weights |= {"up": (None, ""), "up_bias": (None, "")}
+    weights |= {"weight": (layer.short_conv, "weight"), "bias": (layer.short_conv, "bias")}
+    return weights | {"norm": (layer.out_norm, "weight"), "skip": (layer, "skip")}
+
+
+def _constants(layer: Any) -> dict[str, Any]:
+    """mixer_step's other arguments that do not change from token to token, by name."""
     elementwise, unit = backend_map(layer.feature_map)
     conv, norm, rotary = layer.short_conv, layer.out_norm, layer.rotary
     forget, erase = layer.forget_gate, layer.erase_gate
-    per_feature = isinstance(forget, FeatureForgetGate)
-    weights = {"q_proj": layer.q_proj, "k_proj": layer.k_proj, "v_proj": layer.v_proj, "o_proj": layer.o_proj}
-    weights |= {"gate_proj": layer.g_proj, "write_proj": layer.write_gate, "erase_proj": erase}
-    arguments: dict[str, Any] = {name: module and module.weight for name, module in weights.items()}
-    arguments |= {_bias(name): module and module.bias for name, module in weights.items()}
-    if per_feature:  # the first of its two products is a projection of x
-        arguments |= {
-            "forget_proj": forget.down,
-            "forget_bias": None,
-            "up": forget.up,
-            "up_bias": forget.bias,
-        }
-    else:
-        arguments |= {"forget_proj": forget and forget.weight, "forget_bias": forget and forget.bias}
-        arguments |= {"up": None, "up_bias": None}
-    return arguments | {
+    bound = forget.bound if isinstance(forget, FeatureForgetGate) else None
+    return {
         "heads": layer.num_heads,
         "gate": layer.g_proj is not None,
         "forget": forget is not None,
-        "bound": (forget.bound or 0.0) if per_feature else 0.0,  # 0: none
+        "bound": bound or 0.0,  # 0: none
         "write": 3 if layer.config.tied_erase_gate else _WRITE_FACTORS[layer.config.write_gate],
         "erase": 0.0 if erase is None else float(erase.largest),
-        "weight": None if conv is None else conv.weight,
-        "bias": None if conv is None else conv.bias,
         "silu": conv is not None and conv.activation == "silu",
         "theta": None if rotary is None else rotary.turns_per_position(torch.device("cpu")),
         "layout": 0 if rotary is None else native.LAYOUTS[rotary.layout],
@@ -242,10 +252,8 @@ def _arguments(layer: Any) -> dict[str, Any]:
         "unit": unit,
         "normalize": layer.normalize and not layer._out_norm_replaces_normalizer,
         "eps": Call.eps,  # the layer has no option for it
-        "norm": None if norm is None else norm.weight,
         "norm_eps": 1e-6 if norm is None else norm.eps or 0.0,
         "over_heads": layer.norm_over == "all",
         "gate_first": (layer.config.gate if norm is None else norm.gate_order) == "before",
-        "skip": layer.skip,
         "skip_first": (layer.config.skip if norm is None else norm.skip_order) == "before",
     }

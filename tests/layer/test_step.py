@@ -428,6 +428,20 @@ def test_a_layer_is_freed_without_the_garbage_collector() -> None:
         gc.enable()
 
 
+@torch.no_grad()
+def test_a_step_keeps_no_weight_that_the_layer_has_given_up() -> None:
+    """Offloading would free no memory otherwise."""
+    layer, x, state = make()
+    layer(x, state=state)
+    weights = [layer.q_proj.weight, layer.skip, layer.out_norm.weight]
+    gone = [*map(weakref.ref, weights)]
+    for module, name in ((layer.q_proj, "weight"), (layer, "skip"), (layer.out_norm, "weight")):
+        replace(module, name)
+    del weights
+    assert [x() for x in gone] == [None] * 3
+    assert taken(layer, x, state)
+
+
 @pytest.mark.parametrize("options", [{}, {"erase_gate": "tied"}, {"forget_gate": {"per": "feature"}}])
 @torch.no_grad()
 def test_a_donated_step_enters_few_functions_of_ours(options: dict[str, Any]) -> None:

@@ -226,6 +226,18 @@ def test_with_projections_it_computes_them_too(native, name):
     assert torch.equal(run(native, tokens | {"x": rows[:, None]}), y[:, None])
 
 
+@on_one_isa
+def test_any_number_of_threads_gives_the_same_bits(native):
+    whole, _ = projected(make(b=3, h=8, g=8, d=32, e=64, rank=40, factor=ONES), dim=500)
+    found = []
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        arguments = copied(whole)
+        found.append([run(native, arguments), *(arguments[key] for key in WRITTEN)])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_a_pool_get_the_bits_that_they_get_alone_and_the_others_stay(native, name):
     arguments = make(**CASES[name])
