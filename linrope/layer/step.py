@@ -199,13 +199,18 @@ class LayerStep:
         weights = {
             name: (fixed[name], fixed[_bias(name)]) for name in _PROJECTIONS if fixed[name] is not None
         }
-        last = weights.pop("o_proj")
+        last, rows = weights.pop("o_proj"), x.flatten(0, -2)
         F.linear(x.new_empty(0, last[0].shape[1]), *last)  # raises before anything is written
-        columns = torch.cat([F.linear(x, *each) for each in weights.values()], -1).flatten(0, -2)
+        sizes = [len(weight) for weight, _ in weights.values()]
+        columns = x.new_empty(len(rows), sum(sizes))
+        for (weight, bias), y in zip(weights.values(), columns.split(sizes, 1), strict=True):
+            if bias is None:
+                torch.mm(rows, weight.t(), out=y)
+            else:
+                torch.addmm(bias, rows, weight.t(), out=y)
         between = fixed | dict.fromkeys(y for name in _PROJECTIONS for y in (name, _bias(name)))
-        return F.linear(library.run("mixer_step", columns, *changing, *between.values()), *last).view(
-            *x.shape[:-1], -1
-        )
+        normed = library.run("mixer_step", columns, *changing, *between.values())
+        return F.linear(normed, *last).view(*x.shape[:-1], -1)
 
 
 def _log_of(decay: Tensor) -> Tensor:

@@ -1,0 +1,237 @@
+"""A layer's call on one token notices whatever changes since the last one."""
+
+import copy
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from linrope import LinearRoPEAttention, Rotary
+from linrope.layer.state import LayerState
+from tests.layer.steps import Layer, make, needs_native, steps, taken
+
+pytestmark = needs_native
+BLOCK = {"decay": "learned", "forget_gate": True}
+
+
+def double(_module: nn.Module, _inputs: Any, y: Any) -> Any:
+    return 2 * y
+
+
+class Doubles(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def replace_data(parameter: nn.Parameter) -> None:
+    parameter.data = 2 * parameter.data.clone()
+
+
+def replace(module: nn.Module, name: str) -> None:
+    setattr(module, name, nn.Parameter(1.5 * getattr(module, name).detach()))
+
+
+PER_FEATURE = {"forget_gate": {"per": "feature", "bound": 5}}
+ERASE = {"erase_gate": "independent"}
+# The options of a layer, what changes, and whether its calls still take the operator
+CHANGES: dict[str, tuple[dict[str, Any], Callable[[Layer], object], bool]] = {
+    "a weight is written": (BLOCK, lambda x: x.q_proj.weight.mul_(2), True),
+    "the output's weight is written": (BLOCK, lambda x: x.o_proj.weight.mul_(2), True),
+    "a weight's data is another": (BLOCK, lambda x: replace_data(x.v_proj.weight), True),
+    "a weight is another": (BLOCK, lambda x: replace(x.k_proj, "weight"), True),
+    "the convolution's data is another": (BLOCK, lambda x: replace_data(x.short_conv.weight), True),
+    "the convolution's bias is another": (BLOCK, lambda x: replace(x.short_conv, "bias"), True),
+    "the norm's data is another": ({"out_norm": "all"}, lambda x: replace_data(x.out_norm.weight), True),
+    "the norm is written": ({"out_norm": "all"}, lambda x: x.out_norm.weight.mul_(2), True),
+    "the skip's data is another": (BLOCK, lambda x: replace_data(x.skip), True),
+    "the skip is another": (BLOCK, lambda x: replace(x, "skip"), True),
+    "a bias appears": (BLOCK, lambda x: setattr(x.g_proj, "bias", nn.Parameter(torch.ones(64))), True),
+    "the gate is written": (BLOCK, lambda x: x.forget_gate.bias.sub_(2), True),
+    "the gate's data is another": (BLOCK, lambda x: replace_data(x.forget_gate.weight), True),
+    "the gate per feature": (PER_FEATURE, lambda x: replace_data(x.forget_gate.up), True),
+    "the gate's first product": (PER_FEATURE, lambda x: replace_data(x.forget_gate.down), True),
+    "the erase gate": (ERASE, lambda x: replace_data(x.erase_gate.bias), True),
+    "the decay is written": (BLOCK, lambda x: x.decay_logit.sub_(2), True),
+    "the decay's data is written": (BLOCK, lambda x: x.decay_logit.data.sub_(2), True),
+    "the decay's data is another": (BLOCK, lambda x: replace_data(x.decay_logit), True),
+    "all weights were rounded": (BLOCK, lambda x: x.bfloat16().float(), True),
+    "half precision": (BLOCK, lambda x: x.q_proj.bfloat16(), False),
+    "training": (BLOCK, lambda x: x.train(not x.training), True),
+    "a projection is another": (BLOCK, lambda x: setattr(x, "k_proj", nn.Linear(32, 32)), True),
+    "a projection has a class of its own": (BLOCK, lambda x: setattr(x, "v_proj", Doubles(32, 64)), False),
+    "a projection's class is another": (BLOCK, lambda x: setattr(x.g_proj, "__class__", Doubles), False),
+    "a projection's forward is another": (
+        BLOCK, lambda x: setattr(x.k_proj, "forward", Doubles(32, 32).forward), False
+    ),
+    "a hook": (BLOCK, lambda x: x.v_proj.register_forward_hook(double), False),
+    "a first hook": (BLOCK, lambda x: x.v_proj.register_forward_pre_hook(lambda _, y: (2 * y[0],)), False),
+    "a hook on the map": (BLOCK, lambda x: x.feature_map.register_forward_hook(lambda *_: None), False),
+    "the map's keys are others": (BLOCK, lambda x: setattr(x.feature_map, "keys", torch.relu), False),
+    "a hook of the layer itself": (BLOCK, lambda x: x.register_forward_hook(lambda *_: None), True),
+    "the normalizer": ({"out_norm": False}, lambda x: setattr(x, "normalize", False), True),
+    "the norm's place": (
+        {"out_norm": True}, lambda x: setattr(x, "_out_norm_replaces_normalizer", False), True
+    ),
+    "the backend": (BLOCK, lambda x: setattr(x, "backend", "eager"), False),
+    "eps": (BLOCK, lambda x: setattr(x.out_norm, "eps", 0.3), True),
+    "the gate's order": (BLOCK, lambda x: setattr(x.out_norm, "gate_order", "before"), True),
+    "the skip's order": (BLOCK, lambda x: setattr(x.out_norm, "skip_order", "before"), True),
+    "the activation": (BLOCK, lambda x: setattr(x.short_conv, "activation", None), True),
+    "the bound": (PER_FEATURE, lambda x: setattr(x.forget_gate, "bound", 2.0), True),
+    "the erase gate's largest number": (ERASE, lambda x: setattr(x.erase_gate, "largest", 2), True),
+    "the queries' factor": (ERASE, lambda x: setattr(x.feature_map, "query_factor", 0.5), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_noticed(name: str) -> None:
+    options, change, still = CHANGES[name]
+    (layer, x, state), _ = make(**options), torch.set_grad_enabled(False)
+    first = layer(x, state=state)
+    assert taken(layer, x, state)
+    with torch.no_grad():
+        change(layer)
+        # Half precision beside float32 is an error of PyTorch, which the other code raises
+        if name == "half precision":
+            with pytest.raises(RuntimeError, match="dtype"):
+                layer(x, state=state)
+            return
+        assert taken(layer, x, state) is still
+    same = ("training", "a hook on the map", "a hook of the layer itself", "the backend")
+    if name not in same:
+        assert (layer(x, state=state) - first).abs().max() > 1e-6
+    torch.set_grad_enabled(True)
+
+
+@torch.no_grad()
+def test_a_hook_that_is_removed_is_noticed_too() -> None:
+    layer, x, state = make()
+    for add in (
+        lambda: layer.q_proj.register_forward_hook(double),
+        lambda: nn.modules.module.register_module_forward_hook(lambda *_: None),
+    ):
+        assert taken(layer, x, state)
+        handle = add()
+        assert not taken(layer, x, state)
+        handle.remove()
+    assert taken(layer, x, state)
+
+
+class Triples(TorchFunctionMode):
+    """Multiplies what nn.Linear returns."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = function(*args, **(kwargs or {}))
+        return 3 * y if function is nn.functional.linear else y
+
+
+@torch.no_grad()
+def test_modes_are_noticed() -> None:
+    layer, x, state = make()
+    before = layer(x, state=state)
+    with torch.autocast("cpu"), steps() as names:
+        assert layer(x, state=state).dtype == torch.bfloat16
+    assert "mixer_step" not in names
+    for mode in (FlopCounterMode(display=False), Triples()):
+        with mode:
+            assert not taken(layer, x, state)
+    flops = FlopCounterMode(display=False)
+    with flops:
+        layer(x, state=state)
+    assert flops.get_total_flops() > 0
+    with torch.inference_mode():
+        assert taken(layer, x, state)
+    assert torch.equal(layer(x, state=state), before)
+
+
+def test_gradients_are_noticed() -> None:
+    layer, x, state = make()
+    y, _ = layer(x, state=state.clone().donate(), return_state=True)
+    (gradient,) = torch.autograd.grad(y.square().sum(), layer.q_proj.weight)
+    assert gradient.abs().max() > 0
+    layer.requires_grad_(False)
+    assert taken(layer, x, state)
+    token = x.clone().requires_grad_()
+    assert layer(token, state=state).requires_grad
+    kv = state.sums.kv.clone().requires_grad_()
+    other = LayerState.from_tensors(state.tensors() | {"kv": kv}, state.identity)
+    assert layer(x, state=other).requires_grad
+    with pytest.raises(RuntimeError, match="inputs with tangents"):
+        torch.func.jvp(lambda x: layer(x, state=state), (x,), (torch.ones_like(x),))
+
+
+@torch.no_grad()
+def test_transformations_and_swapped_parameters_are_noticed() -> None:
+    layer, x, state = make()
+    before = layer(x, state=state)
+    other = {"v_proj.weight": 2 * layer.v_proj.weight}
+    swapped = torch.func.functional_call(layer, other, (x,), {"state": state})
+    assert not torch.allclose(swapped, before)
+    assert torch.equal(layer(x, state=state), before)
+    mapped = torch.func.vmap(lambda x: layer(x, state=state))(torch.stack((x, 2 * x)))
+    torch.testing.assert_close(mapped[0], before, rtol=1e-5, atol=1e-5)
+    compiled = torch.compile(layer, backend="eager")
+    torch.testing.assert_close(compiled(x, state=state), before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@torch.no_grad()
+def test_a_copy_has_a_step_of_its_own(copied: Callable[[Layer], Layer]) -> None:
+    layer, x, state = make()
+    before = layer(x, state=state)
+    other = copied(layer)
+    other.q_proj = nn.Linear(32, 32)
+    other.normalize = False
+    assert taken(other, x, state)
+    assert not torch.allclose(other(x, state=state), before)
+    if copied is not copy.copy:  # which shares the submodules
+        assert torch.equal(layer(x, state=state), before)
+
+
+@torch.no_grad()
+def test_a_replica_of_the_layer_does_not_take_its_step() -> None:
+    layer, x, state = make()
+    assert taken(layer, x, state)
+    replica = Layer.__new__(Layer)
+    vars(replica).update(vars(layer), _modules={**layer._modules, "v_proj": Doubles(32, 64)})
+    assert not taken(replica, x, state)
+    assert taken(layer, x, state)
+
+
+class OtherLayer(LinearRoPEAttention):
+    def _values(self, y: Tensor) -> Tensor:
+        return 2 * super()._values(y)
+
+
+@torch.no_grad()
+def test_a_layer_of_another_class_takes_its_own_code() -> None:
+    assert not taken(*make(kind=OtherLayer))
+
+
+@torch.no_grad()
+def test_another_rotation_rejects_the_state() -> None:
+    layer, x, state = make()
+    layer(x, state=state)
+    layer.rotary = Rotary(8, layout="half")
+    with pytest.raises(ValueError, match="state: made with"):
+        layer(x, state=state)
+
+
+@torch.no_grad()
+def test_a_step_keeps_no_weight_that_the_layer_has_given_up() -> None:
+    """Offloading would free no memory otherwise."""
+    layer, x, state = make()
+    layer(x, state=state)
+    weights = [layer.q_proj.weight, layer.skip, layer.out_norm.weight]
+    gone = [*map(weakref.ref, weights)]
+    for module, name in ((layer.q_proj, "weight"), (layer, "skip"), (layer.out_norm, "weight")):
+        replace(module, name)
+    del weights
+    assert [x() for x in gone] == [None] * 3
+    assert taken(layer, x, state)
