@@ -28,7 +28,6 @@ from linrope.operation.plan import backend_map, identity_of
 from linrope.recurrence.call import Call
 from linrope.recurrence.decay import MIN_LOG_DECAY
 from linrope.recurrence.identities import WITHOUT_Z
-from linrope.recurrence.state import LinearAttentionState
 
 FEW_ROWS = 8  # for so few, the library's matrix products are faster than PyTorch's
 _KEPT = "_step"  # the attribute of a layer with its step
@@ -57,17 +56,17 @@ def one_token(
     if type(x) is not Tensor or x.dtype != torch.float32 or x.ndim != 3 or x.shape[1] != 1 or not x.is_cpu:
         return None
     step, sums = step_of(layer), state.sums
-    if step.why_not is not None or type(sums) is not LinearAttentionState or sums.identity != step.identity:
+    if step.why_not is not None or sums.identity != step.identity:
         return None
     if has_global_hooks() or sums.angle is not None or state.last_token is not None:
         return None
     memory = [sums.kv, sums.z, sums.position, *([] if state.conv is None else [state.conv])]
     parameters = step.parameters()
-    if not plain((x, sums.slots, *memory, *parameters)) or forward_mode() or function_modes():
+    if not plain((x, sums.slots, *memory, *parameters)):
         return None
-    if torch.is_autocast_enabled("cpu") or (
-        torch.is_grad_enabled() and _need_gradients(x, *memory, *parameters)
-    ):
+    if forward_mode() or function_modes() or torch.is_autocast_enabled("cpu"):
+        return None
+    if torch.is_grad_enabled() and _need_gradients(x, *memory, *parameters):
         return None
     in_place = sums.donated or sums.slots is not None
     if not in_place:

@@ -86,6 +86,10 @@ def changed(state: LayerState, **tensors: Tensor) -> LayerState:
 def test_states_that_the_operator_cannot_take_go_to_the_other_code() -> None:
     layer, x, state = make()
     assert not taken(layer, x, state.to(dtype=torch.float64))
+    last_token = torch.zeros(2, 4, 8 + 16 + 2, dtype=torch.float64)
+    with steps() as names:
+        layer(x, state=changed(state, last_token=last_token))
+    assert "mixer_step" not in names
     assert not taken(layer, x.double().to(torch.float32), changed(state, z=state.sums.z.float()))
     swapped = changed(state.clone(), kv=state.sums.kv.mT.contiguous().mT)
     kept = swapped.sums.kv.clone(memory_format=torch.preserve_format)
@@ -105,8 +109,14 @@ WRONG: dict[str, tuple[Callable[[Tensor, LayerState], tuple[Any, Any]], type[Exc
     r"^state: .*features": (
         lambda x, state: (x, LayerState.from_tensors(state.tensors(), "features; None")), ValueError
     ),
+    r"^angle_steps: got None, expected a tensor": (
+        lambda x, state: (x, changed(state, angle=torch.ones(2, 1, 1, dtype=torch.int64))), ValueError
+    ),
     r"^state: got positions \[3, 2147483648\] and 1 more tokens": (
         lambda x, state: (x, changed(state, position=torch.tensor([3, 2**31]))), ValueError
+    ),
+    r"^state\.conv: got entries that share memory": (
+        lambda x, state: (x, changed(state, conv=state.conv[:1].expand(2, -1, -1))), ValueError
     ),
     r"^state\.z: got entries that share memory": (
         lambda x, state: (x, changed(state, z=state.sums.z[:, :1].expand(-1, 4, -1))), ValueError

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,12 +30,31 @@ class Doubles(nn.Linear):
         return 2 * super().forward(x)
 
 
+class Tripled(Tensor):
+    """A weight that nn.Linear multiplies by 3, as quantized weights are multiplied by their scale."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = super().__torch_function__(function, types, args, kwargs)
+        return 3 * y.as_subclass(Tensor) if function is nn.functional.linear else y
+
+
+def triple(module: nn.Module) -> None:
+    module.weight = nn.Parameter(module.weight.detach().as_subclass(Tripled))
+
+
 def replace_data(parameter: nn.Parameter) -> None:
     parameter.data = 2 * parameter.data.clone()
 
 
 def replace(module: nn.Module, name: str) -> None:
     setattr(module, name, nn.Parameter(1.5 * getattr(module, name).detach()))
+
+
+def register_again(module: nn.Module, name: str) -> None:
+    parameter = getattr(module, name)
+    delattr(module, name)
+    setattr(module, name, parameter)
 
 
 PER_FEATURE = {"forget_gate": {"per": "feature", "bound": 5}}
@@ -51,11 +71,13 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Layer], object], bool]] = {
     "the norm is written": ({"out_norm": "all"}, lambda x: x.out_norm.weight.mul_(2), True),
     "the skip's data is another": (BLOCK, lambda x: replace_data(x.skip), True),
     "the skip is another": (BLOCK, lambda x: replace(x, "skip"), True),
+    "a weight is of another class": (BLOCK, lambda x: triple(x.v_proj), False),
     "a bias appears": (BLOCK, lambda x: setattr(x.g_proj, "bias", nn.Parameter(torch.ones(64))), True),
     "the gate is written": (BLOCK, lambda x: x.forget_gate.bias.sub_(2), True),
     "the gate's data is another": (BLOCK, lambda x: replace_data(x.forget_gate.weight), True),
     "the gate per feature": (PER_FEATURE, lambda x: replace_data(x.forget_gate.up), True),
     "the gate's first product": (PER_FEATURE, lambda x: replace_data(x.forget_gate.down), True),
+    "the order of parameters": (BLOCK, lambda x: register_again(x, "skip"), True),
     "the erase gate": (ERASE, lambda x: replace_data(x.erase_gate.bias), True),
     "the decay is written": (BLOCK, lambda x: x.decay_logit.sub_(2), True),
     "the decay's data is written": (BLOCK, lambda x: x.decay_logit.data.sub_(2), True),
@@ -103,7 +125,13 @@ def test_a_change_is_noticed(name: str) -> None:
                 layer(x, state=state)
             return
         assert taken(layer, x, state) is still
-    same = ("training", "a hook on the map", "a hook of the layer itself", "the backend")
+    same = (
+        "the order of parameters",
+        "training",
+        "a hook on the map",
+        "a hook of the layer itself",
+        "the backend",
+    )
     if name not in same:
         assert (layer(x, state=state) - first).abs().max() > 1e-6
     torch.set_grad_enabled(True)
@@ -162,6 +190,8 @@ def test_gradients_are_noticed() -> None:
     kv = state.sums.kv.clone().requires_grad_()
     other = LayerState.from_tensors(state.tensors() | {"kv": kv}, state.identity)
     assert layer(x, state=other).requires_grad
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="inputs with tangents"):
+        layer(forward_ad.make_dual(x, x), state=state)
     with pytest.raises(RuntimeError, match="inputs with tangents"):
         torch.func.jvp(lambda x: layer(x, state=state), (x,), (torch.ones_like(x),))
 
