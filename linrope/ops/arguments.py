@@ -109,12 +109,16 @@ def launch(launcher: str, record: Sequence[Any], *others: Tensor | None) -> Any:
 
 def with_dense_rows(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """x in this dtype with a last stride of 1, as the kernels take tokens."""
-    return None if x is None else native.with_dense_rows(converted(x, dtype))
+    if x is None or (x.dtype == dtype and x.stride(-1) == 1):
+        return x
+    return native.with_dense_rows(converted(x, dtype))
 
 
 def as_parameter(x: Tensor | None) -> Tensor | None:
     """x as the kernels take parameters."""
-    return None if x is None else converted(x, torch.float32).contiguous()
+    if x is None or (x.dtype == torch.float32 and x.is_contiguous()):
+        return x
+    return x.float().contiguous()
 
 
 def gradient_of(x: Tensor | None, gradient: Tensor) -> Tensor | None:
