@@ -25,7 +25,8 @@ namespace axis {
 constexpr Axis b{"b", &Call::b, &View::batch}, b1{"b or 1", &Call::b, &View::batch, true};
 constexpr Axis rows{"rows", &Call::rows, &View::batch}, sequences{"sequences", &Call::sequences, &View::batch};
 constexpr Axis axes{"axes", &Call::axes, &View::batch}, blocks{"blocks", &Call::blocks, &View::batch};
-constexpr Axis n{"n", &Call::n, &View::token}, n1{"n or 1", &Call::n, &View::token, true};
+constexpr Axis n{"n", &Call::n, &View::token};
+constexpr Axis n1{"n or 1", &Call::n, &View::token, true, true};
 constexpr Axis m{"m", &Call::m, &View::token}, m1{"m or 1", &Call::m, &View::token, true};
 constexpr Axis h{"h", &Call::h, &View::head}, g{"g", &Call::g, &View::head}, g1{"g or 1", &Call::g, &View::head, true};
 constexpr Axis query_heads{"heads of q", &Call::query_heads, &View::head};
@@ -40,7 +41,7 @@ enum Memory { kAnyStrides, kDenseRows, kContiguous };
 struct Argument {
   const char* name;
   unsigned operators;  // those that have the argument
-  unsigned required;   // those in which it is not None, or has no default. Operators without the argument do not count
+  unsigned required;   // those whose calls always pass it. The others have a default, None or false
   unsigned written;    // those that write to the tensor, as their schema says
   std::variant<View Call::*, int64_t Call::*, bool Call::*, double Call::*> to;  // the member of Call that it fills
   unsigned types = 0;  // of a tensor: a bit for each Type
@@ -54,45 +55,46 @@ constexpr unsigned kData = kFloat32s | 1 << kBFloat16 | 1 << kFloat16, kFloating
 constexpr unsigned kTypeOfK = 0;
 
 namespace axis {  // whose names the shapes are written in
-// In the order of the schemas. cu_seqlens has a shape of its own: see read_packing
+// A schema has the required arguments first, then the others, both in this order: frequent ones before rare ones, since
+// PyTorch takes longer for a None that is passed than for one left out. cu_seqlens has a shape of its own: see read_packing
 constexpr Argument kArguments[] = {
     // name, operators, required in (kAll: in each operator that has it), written by, member of Call, types, strides, shape
-    {"g_out", kBackward, 0, 0, &Call::dout, kTypeOfK, kDenseRows, {b, n, h, e}},
-    {"g_kv", kBackward, 0, 0, &Call::g_kv, kFloat32s, kContiguous, {sequences, g, f, e}},
-    {"g_z", kBackward, 0, 0, &Call::g_z, kFloat64s, kContiguous, {sequences, g, f}},
-    {"q", kAll, kStep, 0, &Call::q, kTypeOfK, kDenseRows, {b, n, query_heads, f}},
     {"k", kAll, kAll, 0, &Call::k, kData, kDenseRows, {b, m, key_heads, f}},
     {"v", kAll, kAll, 0, &Call::v, kTypeOfK, kDenseRows, {b, m, g, e}},
     {"feature_map", kAll, kAll, 0, &Call::map},
     {"unit", kAll, kAll, 0, &Call::query_length},
-    {"log_decay", kAll, 0, 0, &Call::log_decay, kGates, kAnyStrides, {b1, n, g1, units}},
-    {"write", kAll, 0, 0, &Call::write, kFloating, kAnyStrides, {b1, m, g1}},
-    {"erase", kAll, 0, 0, &Call::erase, kFloating, kAnyStrides, {b1, m, g1}},
-    {"theta", kAll, 0, 0, &Call::theta, kInt64s, kContiguous, {axes, g1, pairs}},
-    {"positions", kAll, 0, kStep, &Call::positions, kInt64s, kContiguous, {b1, n1, coordinates}},
-    {"key_positions", kAll, 0, 0, &Call::key_positions, kInt64s, kContiguous, {b1, m1, coordinates}},
-    {"angle_steps", kAll, 0, 0, &Call::angle_steps, kFloating, kAnyStrides, {b1, n, g1, pairs}},
-    {"angle", kAll, 0, kStep, &Call::angle, kInt64s, kContiguous, {rows, g1, pairs}},
-    {"key_mask", kAll, 0, 0, &Call::key_mask, kBools, kAnyStrides, {b, m}},
-    {"cu_seqlens", kForward | kBackward, 0, 0, &Call::cu_seqlens, kBounds, kContiguous},
-    {"kv", kAll, kStep, kStep, &Call::kv, kFloat32s, kAnyStrides, {rows, g, f, e}},
-    {"z", kAll, 0, kStep, &Call::z, kFloat64s, kContiguous, {rows, g, f}},
-    {"slots", kForward | kStep, 0, 0, &Call::slots, kInt64s, kContiguous, {sequences}},
     {"layout", kAll, kAll, 0, &Call::layout},
     {"causal", kForward | kBackward, kAll, 0, &Call::causal},
     {"normalize", kAll, kAll, 0, &Call::normalize},
     {"eps", kAll, kAll, 0, &Call::eps},
     {"add_eps", kAll, kAll, 0, &Call::add_eps},
-    {"saved_kv", kBackward, 0, 0, &Call::saved_kv, kFloat32s, kContiguous, {blocks, g, f, e}},
-    {"saved_z", kBackward, 0, 0, &Call::saved_z, kFloat64s, kContiguous, {blocks, g, f}},
-    {"saved_u", kBackward, 0, 0, &Call::saved_u, kFloat32s, kContiguous, {b, m, g, e}},
     {"want_state", kForward, kAll, 0, &Call::want_state},
     {"save", kForward, kAll, 0, &Call::save},
-    {"want_log_decay", kBackward, kAll, 0, &Call::want_log_decay},
-    {"want_angle_steps", kBackward, kAll, 0, &Call::want_angle_steps},
-    {"want_write", kBackward, kAll, 0, &Call::want_write},
-    {"want_erase", kBackward, kAll, 0, &Call::want_erase},
-    {"advance", kStep, 0, 0, &Call::advance},
+    {"q", kAll, kStep, 0, &Call::q, kTypeOfK, kDenseRows, {b, n, query_heads, f}},
+    {"g_out", kBackward, 0, 0, &Call::dout, kTypeOfK, kDenseRows, {b, n, h, e}},
+    {"saved_kv", kBackward, 0, 0, &Call::saved_kv, kFloat32s, kContiguous, {blocks, g, f, e}},
+    {"saved_z", kBackward, 0, 0, &Call::saved_z, kFloat64s, kContiguous, {blocks, g, f}},
+    {"theta", kAll, 0, 0, &Call::theta, kInt64s, kContiguous, {axes, g1, pairs}},
+    {"positions", kAll, 0, kStep, &Call::positions, kInt64s, kContiguous, {b1, n1, coordinates}},
+    {"kv", kAll, kStep, kStep, &Call::kv, kFloat32s, kAnyStrides, {rows, g, f, e}},
+    {"z", kAll, 0, kStep, &Call::z, kFloat64s, kContiguous, {rows, g, f}},
+    {"log_decay", kAll, 0, 0, &Call::log_decay, kGates, kAnyStrides, {b1, n, g1, units}},
+    {"want_log_decay", kBackward, 0, 0, &Call::want_log_decay},
+    {"write", kAll, 0, 0, &Call::write, kFloating, kAnyStrides, {b1, m, g1}},
+    {"want_write", kBackward, 0, 0, &Call::want_write},
+    {"key_mask", kAll, 0, 0, &Call::key_mask, kBools, kAnyStrides, {b, m}},
+    {"erase", kAll, 0, 0, &Call::erase, kFloating, kAnyStrides, {b1, m, g1}},
+    {"want_erase", kBackward, 0, 0, &Call::want_erase},
+    {"angle_steps", kAll, 0, 0, &Call::angle_steps, kFloating, kAnyStrides, {b1, n, g1, pairs}},
+    {"want_angle_steps", kBackward, 0, 0, &Call::want_angle_steps},
+    {"angle", kAll, 0, kStep, &Call::angle, kInt64s, kContiguous, {rows, g1, pairs}},
+    {"key_positions", kAll, 0, 0, &Call::key_positions, kInt64s, kContiguous, {b1, m1, coordinates}},
+    {"cu_seqlens", kForward | kBackward, 0, 0, &Call::cu_seqlens, kBounds, kContiguous},
+    {"slots", kForward | kStep, 0, 0, &Call::slots, kInt64s, kContiguous, {sequences}},
+    {"saved_u", kBackward, 0, 0, &Call::saved_u, kFloat32s, kContiguous, {b, m, g, e}},
+    {"g_kv", kBackward, 0, 0, &Call::g_kv, kFloat32s, kContiguous, {sequences, g, f, e}},
+    {"g_z", kBackward, 0, 0, &Call::g_z, kFloat64s, kContiguous, {sequences, g, f}},
+    {"advance", kStep, kAll, 0, &Call::advance},
 };
 }  // namespace axis
 using axis::kArguments;
@@ -122,40 +124,42 @@ struct Inputs {
   const Tensor& at(int argument) const { return *tensors[argument]; }
 };
 
+// Calls f(i, required) for the arguments of an operator, in the order of its schema
+template <class F> void for_arguments(unsigned op, const F& f) {
+  for (const bool required : {true, false})
+    for (int i = 0; i < kCount; i++)
+      if (kArguments[i].operators & op && !(kArguments[i].required & op) != required) f(i, required);
+}
+
 inline std::string schema(const char* name, unsigned op, const char* results) {
   std::string text = std::string(name).append("(");
   char alias = 'a';
-  for (const Argument& x : kArguments) {
-    if (!(x.operators & op)) continue;
-    const bool required = x.required & op;
+  for_arguments(op, [&](int i, bool required) {
+    const Argument& x = kArguments[i];
+    const bool tensor = std::holds_alternative<View Call::*>(x.to);
+    const char* const kinds[] = {"Tensor", "int", "bool", "float"};
     if (text.back() != '(') text += ", ";
-    if (std::holds_alternative<View Call::*>(x.to)) {
-      text += "Tensor";
-      if (x.written & op) text.append("(").append(1, alias++).append("!)");
-      if (!required) text += "?";
-    } else {
-      const char* const kinds[] = {"Tensor", "int", "bool", "float"};
-      text += kinds[x.to.index()];
-    }
+    text += kinds[x.to.index()];
+    if (x.written & op) text.append("(").append(1, alias++).append("!)");
+    if (tensor && !required) text += "?";
     text.append(" ").append(x.name);
-    if (std::holds_alternative<bool Call::*>(x.to) && !required) text += "=False";
-  }
+    if (!required) text += tensor ? "=None" : "=False";
+  });
   return text.append(") -> ").append(results);
 }
 
 inline Inputs from_stack(unsigned op, Value* stack) {
   Inputs inputs(op);
-  for (int i = 0; i < kCount; i++) {
+  for_arguments(op, [&](int i, bool required) {
     const Argument& x = kArguments[i];
-    if (!(x.operators & op)) continue;
     const Value value = *stack++;
     Call& c = inputs.call;
     if (const auto number = std::get_if<int64_t Call::*>(&x.to)) c.*(*number) = take<int64_t>(value);
     else if (const auto flag = std::get_if<bool Call::*>(&x.to)) c.*(*flag) = take<bool>(value);
     else if (const auto real = std::get_if<double Call::*>(&x.to)) c.*(*real) = take<double>(value);
-    else if (x.required & op) inputs[i] = take<Tensor>(value);
+    else if (required) inputs[i] = take<Tensor>(value);
     else inputs[i] = take<Maybe>(value);
-  }
+  });
   return inputs;
 }
 
@@ -167,13 +171,14 @@ inline void read_tensor(const Argument& x, const Tensor& tensor, Call& c) {
   view = {};
   int64_t axes = 0;
   bool fits = true;
-  for (; axes < 4 && x.axes[axes].size; axes++) {
-    const Axis& axis = x.axes[axes];
+  for (const Axis& axis : x.axes) {
+    if (!axis.size) break;
     const int64_t size = c.*axis.size;
-    if (axes == dims && axis.or_missing && size == 1) break;
-    fits = fits && axes < dims && (sizes[axes] == size || (axis.or_one && sizes[axes] == 1));
+    if (axes == dims && axis.or_missing && size == 1) continue;
+    fits = axes < dims && (sizes[axes] == size || (axis.or_one && sizes[axes] == 1));
     if (!fits) break;
     view.*axis.stride = sizes[axes] == 1 ? 0 : strides[axes];
+    axes++;
   }
   if (x.axes[0].size && !(fits && axes == dims)) {
     std::string names, expected;

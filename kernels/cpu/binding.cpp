@@ -42,35 +42,36 @@ static void check_angle_heads(const Call& c) {
     refuse("angle: got 1 head, expected angle_steps' ", c.g);
 }
 
-// A tensor of zeros or of anything; an empty one if it is not wanted
-static Tensor empty_if(bool wanted, int type, std::initializer_list<int64_t> sizes, bool zeros = false) {
-  return wanted ? empty(type, sizes, zeros) : empty(type, {0});
+// A tensor of zeros or of anything; none if it is not wanted
+static Maybe empty_if(bool wanted, int type, std::initializer_list<int64_t> sizes, bool zeros = false) {
+  return wanted ? Maybe(empty(type, sizes, zeros)) : Maybe();
 }
-template <class T> static T* data_if(bool wanted, const Tensor& x) { return wanted ? (T*)x.data_ptr() : nullptr; }
+template <class T> static T* data_of(const Maybe& x) { return x ? (T*)x->data_ptr() : nullptr; }
+static View view_of(const Maybe& x) { return x ? view(*x) : View{}; }
 
-static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(Inputs& inputs) {
+static std::tuple<Tensor, Maybe, Maybe, Maybe, Maybe, Maybe> forward(Inputs& inputs) {
   Call& c = read_call(inputs);
   const bool queries = inputs.has(kQ), in_place = inputs.has(kSlots), state = c.want_state && !in_place;
-  const bool erases = inputs.has(kErase), saves = c.save && c.causal;
+  const bool erases = inputs.has(kErase), saves = c.save && c.causal && c.blocks;
   if (in_place) check_angle_heads(c);
   const Schedule schedule(c);
   const auto table = make_rotation_table(c);
-  Tensor out = empty_if(queries, c.type, {c.b, c.n, c.h, c.e});
-  Tensor last_kv = empty_if(state, kFloat32, {c.sequences, c.g, c.f, c.e});
-  Tensor last_z = empty_if(state && !erases, kFloat64, {c.sequences, c.g, c.f});
-  Tensor saved_kv = empty_if(saves, kFloat32, {c.blocks, c.g, c.f, c.e});
+  const Tensor out = queries ? empty(c.type, {c.b, c.n, c.h, c.e}) : empty(c.type, {0});
+  const Maybe last_kv = empty_if(state, kFloat32, {c.sequences, c.g, c.f, c.e});
+  const Maybe last_z = empty_if(state && !erases, kFloat64, {c.sequences, c.g, c.f});
+  const Maybe saved_kv = empty_if(saves, kFloat32, {c.blocks, c.g, c.f, c.e});
   const bool saves_z = saves && !erases && (c.normalize || c.want_state);
-  Tensor saved_z = empty_if(saves_z, kFloat64, {c.blocks, c.g, c.f});
-  Tensor saved_u = empty_if(saves && erases, kFloat32, {c.b, c.m, c.g, c.e});
-  if (saves) c.saved_kv = view(saved_kv);
-  if (saves_z) c.saved_z = view(saved_z);
-  if (saves && erases) c.saved_u = view(saved_u);
+  const Maybe saved_z = empty_if(saves_z, kFloat64, {c.blocks, c.g, c.f});
+  const Maybe saved_u = empty_if(c.save && c.causal && erases, kFloat32, {c.b, c.m, c.g, c.e});
+  c.saved_kv = view_of(saved_kv);
+  c.saved_z = view_of(saved_z);
+  c.saved_u = view_of(saved_u);
   if (queries) {
     c.out = view(out);
     zero_outside(schedule, out);
   }
   run_forward(schedule, in_place ? StateOut{c.kv.as<float>(), c.z.as<double>()}
-                                 : StateOut{data_if<float>(state, last_kv), data_if<double>(state && !erases, last_z)});
+                                 : StateOut{data_of<float>(last_kv), data_of<double>(last_z)});
   if (in_place && c.angle.data && c.angle_steps.data) add_steps(c);
   return {out, last_kv, last_z, saved_kv, saved_z, saved_u};
 }
@@ -85,7 +86,7 @@ static void check_wanted(const Inputs& inputs) {
   if (c.want_erase && !c.erase.data) refuse("want_erase: got true without erase, expected false");
 }
 
-static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(Inputs& inputs) {
+static std::tuple<Tensor, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe> backward(Inputs& inputs) {
   Call& c = read_call(inputs);
   check_wanted(inputs);
   c.heads_per_gradient = heads_per_gradient(c);
@@ -93,25 +94,27 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
   const auto table = make_rotation_table(c);
   const int real = kFloat32, type = c.type, shared = c.value_group > 1 ? real : type;
   const int64_t dq_heads = c.h / c.heads_per_gradient, dk_heads = c.g / c.heads_per_gradient;
-  const bool adds = c.heads_per_gradient > 1, queries = inputs.has(kQ), state = inputs.has(kKv), state_z = inputs.has(kZ);
-  Tensor dq = empty_if(queries, shared, {c.b, c.n, dq_heads, c.f}, !inputs.has(kGOut) || adds);
-  Tensor dk = empty(shared, {c.b, c.m, dk_heads, c.f}, adds), dv = empty(type, {c.b, c.m, c.g, c.e});
-  Tensor d_log_decay = empty_if(c.want_log_decay, real, {c.b, c.m, c.g, c.units});
-  Tensor d_write = empty_if(c.want_write, real, {c.b, c.m, c.g});
-  Tensor d_erase = empty_if(c.want_erase, real, {c.b, c.m, c.g});
-  Tensor d_angle_steps = empty_if(c.want_angle_steps, real, {c.b, c.m, c.g, c.pairs});
-  Tensor dkv = empty_if(state, real, {c.sequences, c.g, c.f, c.e});
-  Tensor dz = empty_if(state_z, kFloat64, {c.sequences, c.g, c.f});
+  const bool adds = c.heads_per_gradient > 1, queries = inputs.has(kQ);
+  const Tensor dq = queries ? empty(shared, {c.b, c.n, dq_heads, c.f}, !inputs.has(kGOut) || adds) : empty(shared, {0});
+  const Tensor dk = empty(shared, {c.b, c.m, dk_heads, c.f}, adds), dv = empty(type, {c.b, c.m, c.g, c.e});
+  const Maybe d_log_decay = empty_if(c.want_log_decay, real, {c.b, c.m, c.g, c.units});
+  const Maybe d_write = empty_if(c.want_write, real, {c.b, c.m, c.g});
+  const Maybe d_erase = empty_if(c.want_erase, real, {c.b, c.m, c.g});
+  const Maybe d_angle_steps = empty_if(c.want_angle_steps, real, {c.b, c.m, c.g, c.pairs});
+  const Maybe dkv = empty_if(inputs.has(kKv), real, {c.sequences, c.g, c.f, c.e});
+  const Maybe dz = empty_if(inputs.has(kZ), kFloat64, {c.sequences, c.g, c.f});
   if (queries) c.dq = view(dq);
   c.dk = view(dk);
   c.dv = view(dv);
-  c.d_log_decay = data_if<float>(c.want_log_decay, d_log_decay);
-  c.d_write = data_if<float>(c.want_write, d_write);
-  c.d_erase = data_if<float>(c.want_erase, d_erase);
-  c.d_angle_steps = data_if<float>(c.want_angle_steps, d_angle_steps);
-  for (const Tensor* x : {&dq, &dk, &dv, &d_log_decay, &d_write, &d_erase, &d_angle_steps})
+  c.d_log_decay = data_of<float>(d_log_decay);
+  c.d_write = data_of<float>(d_write);
+  c.d_erase = data_of<float>(d_erase);
+  c.d_angle_steps = data_of<float>(d_angle_steps);
+  for (const Tensor* x : {&dq, &dk, &dv})
     if (x->dim() > 1) zero_outside(schedule, *x);
-  run_backward(schedule, {data_if<float>(state, dkv), data_if<double>(state_z, dz)});
+  for (const Maybe* x : {&d_log_decay, &d_write, &d_erase, &d_angle_steps})
+    if (*x) zero_outside(schedule, **x);
+  run_backward(schedule, {data_of<float>(dkv), data_of<double>(dz)});
   return {dq, dk, dv, d_log_decay, d_angle_steps, d_write, d_erase, dkv, dz};
 }
 

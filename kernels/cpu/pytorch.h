@@ -165,9 +165,16 @@ inline TensorHandle shared(const Tensor& x) {
   succeed(pytorch.aoti_torch_new_tensor_handle(x.get(), &handle), "return a tensor");
   return handle;
 }
+// An undefined tensor is None in Python
+inline TensorHandle none() {
+  TensorHandle handle;
+  succeed(pytorch.aoti_torch_new_uninitialized_tensor(&handle), "return no tensor");
+  return handle;
+}
+inline TensorHandle shared(const Maybe& x) { return x ? shared(*x) : none(); }
 
-// Writes the tensors that `run` returns to the stack. If it throws, sets `failure` and returns undefined tensors, each of
-// which is None in Python
+// Writes the tensors that `run` returns to the stack. If it throws, sets `failure` and returns undefined tensors. The first
+// result of a run that succeeds is therefore never undefined
 template <class Run> void leave(Value* stack, uint64_t count, const Run& run) noexcept {
   try {
     const auto results = std::tuple(run());  // of a tuple a copy

@@ -43,10 +43,11 @@ inline void check_positions(const Tensor& positions) {
     refuse("positions: got ", *low, " .. ", *high, ", expected 0 .. ", kMaxPosition);
 }
 
-// The positions that a step advances, those of a state (sequences, 1)
+// The positions that a step advances, those of a state: (sequences,) or (sequences, 1)
 inline int64_t* advancing_positions(int64_t sequences, const Maybe& positions) {
   if (!positions) refuse("positions: got None, expected those that advance");
-  numbers<int64_t>("positions", *positions, kInt64, {sequences, 1});
+  if (positions->dim() == 1) numbers<int64_t>("positions", *positions, kInt64, {sequences});
+  else numbers<int64_t>("positions", *positions, kInt64, {sequences, 1});
   int64_t* position = (int64_t*)positions->data_ptr();
   bool fits = true;
   for (int64_t i = 0; i < sequences; i++) fits = fits && position[i] >= 0 && position[i] <= kMaxPosition;

@@ -8,7 +8,7 @@ None, and its error is raised here.
 import ctypes
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
@@ -90,10 +90,39 @@ def run(operator: str, *arguments: Any, **named: Any) -> Any:
     Raises:
         ValueError, RuntimeError, MemoryError: what the operator found wrong. It has written nothing then.
     """
-    results = _operator(operator)(*arguments, **named)
+    return _checked(_operator(operator)(*arguments, **named))
+
+
+def _checked(results: Any) -> Any:
     if results is None or (type(results) is tuple and results[0] is None):
         raise _error()
     return results
+
+
+class Prepared:
+    """Runs an operator for calls that differ in some of its arguments alone.
+
+    What they share is put in the schema's order once. PyTorch takes 0.1 us for each None that it gets, and less for
+    each argument that is left out: so those at the end are.
+    """
+
+    def __init__(self, operator: str, shared: dict[str, Any], names: Sequence[str]) -> None:
+        """names: the arguments that differ, which calls pass in this order."""
+        self._operator, defaults = _operator(operator), arguments_of(_operator(operator))
+        arguments = {name: shared.get(name, default) for name, default in defaults.items()}
+        self._places = [[*arguments].index(name) for name in names]
+        while (last := [*arguments][-1]) not in names and arguments[last] is defaults[last]:
+            del arguments[last]
+        self._arguments = [*arguments.values()]
+
+    def __call__(self, *values: Any) -> Any:
+        """The results, as of ``run``."""
+        arguments = self._arguments.copy()
+        for place, value in zip(self._places, values, strict=True):
+            arguments[place] = value
+        while arguments[-1] is None:
+            arguments.pop()
+        return _checked(self._operator(*arguments))
 
 
 def run_by_name(operator: str, arguments: dict[str, Any]) -> Any:
@@ -109,7 +138,7 @@ def _operator(name: str) -> Any:
 @cache
 def argument_names(operator: str) -> list[str]:
     """The names of an operator's arguments, in its schema's order."""
-    return arguments_of(_operator(operator))
+    return [*arguments_of(_operator(operator))]
 
 
 @cache

@@ -4,6 +4,7 @@ Sums are float32, z is float64. For the backward pass the forward pass saves the
 with ``erase``, what each token wrote; the rest is recomputed from the inputs.
 """
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -39,7 +40,6 @@ LAYOUTS = {"interleaved": 1, "half": 2}
 
 
 _in_use = next(iter(library.INSTRUCTION_SETS), None)
-
 
 _untried = library.UNTESTED is not None and library.WHY_NOT is None
 _difference: str | None = None
@@ -145,27 +145,42 @@ class Step:
     def __init__(self, call: Call) -> None:
         # The token's inputs have no default here, so that a call without one of them raises.
         optional = [name for name in library.argument_names("step") if name not in TOKEN_INPUTS]
-        self.shared = dict.fromkeys(optional) | _settings(call) | {"advance": True}
+        self.shared = dict.fromkeys(optional) | settings(call) | {"advance": True}
+        names = (
+            "q",
+            "k",
+            "v",
+            "kv",
+            "positions",
+            "z",
+            "log_decay",
+            "write",
+            "erase",
+            "angle_steps",
+            "angle",
+            "slots",
+        )
+        self._run = library.Prepared("step", self.shared, names)
 
     def __call__(
         self, call: Call, log_decay: Tensor | None, state: LinearAttentionState, in_place: bool
     ) -> tuple[Tensor, Sums, Tensor]:
         """out, the sums after the token and the positions after it: in the state's memory if ``in_place``."""
         sums, slots = _memory_of_step(call, state, in_place)
-        position = state.position
+        (kv, z, angle), position = sums, state.position
         if state.slots is not None:
             position = position[state.slots]
         elif not in_place:
             position = position.clone(memory_format=torch.contiguous_format)
-        q, k, v = call.q, call.k, call.v
+        q, k, v, erase = call.q, call.k, call.v, call.erase
         assert q is not None
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
-        token = _token_arguments(call, log_decay, sums)
-        token |= {"q": q, "k": k, "v": v, "positions": position.unsqueeze(1), "slots": slots}
-        out = library.run_by_name("step", self.shared | token)
+        of_state = kv, position, z if erase is None else None
+        of_token = log_decay, call.write, erase, call.angle_steps
+        out = self._run(q, k, v, *of_state, *of_token, angle, slots)
         if in_place:
-            _count_write(*sums, position)
+            _count_write(kv, z, position, angle)
         return out, sums, position
 
 
@@ -177,25 +192,22 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
     in_place = (state.donated or state.slots is not None) and fits_in_place(state)
     sums, slots = _memory_of_step(call, state, in_place)
     q, k, v, same_dtype = _kernel_qkv(call)
-    token = _token_arguments(call, call.log_decay, sums)
-    token |= {"q": q, "k": k, "v": v, "slots": slots, "key_mask": call.key_mask, "advance": False}
-    out = library.run_by_name("step", token | _positions(call) | _settings(call))
-    if in_place:
-        _count_write(*sums)
-    return out if same_dtype else out.to(call.v.dtype), sums
-
-
-def _token_arguments(call: Call, log_decay: Tensor | None, sums: Sums) -> dict[str, Any]:
-    """The arguments of a step that differ from token to token, without q, k, v, positions and slots."""
-    return {
-        "log_decay": log_decay,
-        "write": call.write,
-        "erase": call.erase,
-        "angle_steps": call.angle_steps,
+    token = {
+        "q": q,
+        "k": k,
+        "v": v,
         "kv": sums.kv,
         "z": sums.z if call.erase is None else None,
         "angle": sums.angle,
+        "slots": slots,
+        "key_mask": call.key_mask,
+        "advance": False,
+        **{name: getattr(call, name) for name in TOKEN_INPUTS},
     }
+    out = library.run_by_name("step", token | positions(call) | settings(call))
+    if in_place:
+        _count_write(*sums)
+    return out if same_dtype else out.to(call.v.dtype), sums
 
 
 def fits_in_place(state: LinearAttentionState) -> bool:
@@ -233,7 +245,7 @@ def _count_write(*written: Tensor | None) -> None:
     increment_version([x for x in written if x is not None])
 
 
-def _settings(call: Call) -> dict[str, Any]:
+def settings(call: Call) -> dict[str, Any]:
     """The kernels' arguments that stay the same from token to token."""
     return {
         "feature_map": MAPS[call.feature_map],
@@ -250,9 +262,22 @@ def _saves_z(call: Call) -> bool:
     return call.causal and call.erase is None and (call.normalize or call.return_state)
 
 
+def _saved_blocks(call: Call) -> int:
+    """How many blocks of tokens have a state before them that the backward pass requires."""
+    b, m = call.k.shape[:2]
+    return b * ((m - 1) // BLOCK) if m else 0
+
+
+def saved_states(call: Call) -> list[str]:
+    """The names of the sums before blocks that the kernel saves."""
+    if not call.causal or _saved_blocks(call) == 0:
+        return []
+    return ["saved_kv", "saved_z"] if _saves_z(call) else ["saved_kv"]
+
+
 def new_saved(call: Call) -> list[Tensor]:
     b, m, g, f, e = *call.v.shape[:3], call.k.shape[3], call.v.shape[3]
-    blocks = b * ((m - 1) // BLOCK) if m else 0
+    blocks = _saved_blocks(call)
     real, erases = call.k.new_empty, call.erase is not None
     return [
         real(blocks, g, f, e, dtype=torch.float32) if call.causal else real(0, dtype=torch.float32),
@@ -267,13 +292,19 @@ def reads_results(call: Call) -> bool:
 
 def forward(call: Call, sums: Sums | None, save: bool) -> Results:
     out, kv, z, saved = _forward(call, sums, None, save)
-    return out if call.q is not None else None, (kv, z) if call.return_state else None, saved if save else []
+    last = (kv, z) if call.return_state else None
+    return None if call.q is None else out, last, filled(call, saved) if save else []
+
+
+def filled(call: Call, saved: Iterable[Tensor | None]) -> list[Tensor]:
+    """What the kernel saved, with the empty tensors of ``new_saved`` for what it did not."""
+    return [new if x is None else x for x, new in zip(saved, new_saved(call), strict=True)]
 
 
 def _forward(
     call: Call, sums: Sums | None, slots: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """out, the last kv and z, and what ``new_saved`` describes."""
+) -> tuple[Tensor, Any, Any, list[Tensor | None]]:
+    """out, the last kv and z if wanted, and what the kernel saved."""
     q, k, v, same_dtype = _kernel_qkv(call)
     arguments = {
         "q": q if call.q is not None else None,
@@ -283,9 +314,9 @@ def _forward(
         "want_state": call.return_state,
         "save": save,
     }
-    out, kv, z, *saved = library.run_by_name("forward", arguments | _tensors(call, sums) | _settings(call))
-    if call.erase is not None:
-        z = z.new_zeros(kv.shape[:-1])  # states without z hold zeros
+    out, kv, z, *saved = library.run_by_name("forward", arguments | _tensors(call, sums) | settings(call))
+    if call.erase is not None and kv is not None:
+        z = kv.new_zeros(kv.shape[:-1], dtype=torch.float64)  # states without z hold zeros
     return out if same_dtype else out.to(call.v.dtype), kv, z, saved
 
 
@@ -296,7 +327,7 @@ def _input_gradient(gradient: Tensor | None, like: Tensor | None) -> Tensor | No
     return summed_to(gradient, like)
 
 
-def _sum_of_heads(gradient: Tensor, like: Tensor) -> Tensor:
+def sum_of_heads(gradient: Tensor, like: Tensor) -> Tensor:
     """The gradient in the shape and dtype of the input ``like``. Several partial sums of a shared head are added up."""
     if gradient.shape[2] != (heads := like.shape[2]):
         gradient = gradient.unflatten(2, (heads, -1)).sum(3)
@@ -320,15 +351,15 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
         ),
         **{f"want_{name}": has_tokens and getattr(call, name) is not None for name in wanted},
     }
-    gradients = library.run_by_name("backward", arguments | _tensors(call, sums) | _settings(call))
+    gradients = library.run_by_name("backward", arguments | _tensors(call, sums) | settings(call))
     dq, dk, dv, d_log, *d_others, d_kv, d_z = gradients
     if has_tokens and not call.decays_by_unit and call.log_decay is not None:
         d_log = d_log.squeeze(3)
     if sums is not None and call.erase is not None:
         d_z = torch.zeros_like(sums.z)
     return Gradients(
-        q=None if call.q is None else _sum_of_heads(dq, q),
-        k=_sum_of_heads(dk, k),
+        q=None if call.q is None else sum_of_heads(dq, q),
+        k=sum_of_heads(dk, k),
         v=dv.to(call.v.dtype),
         **{
             name: _input_gradient(d if has_tokens else None, getattr(call, name))
@@ -339,7 +370,7 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
     )
 
 
-def _positions(call: Call) -> dict[str, Tensor | None]:
+def positions(call: Call) -> dict[str, Tensor | None]:
     """The positions of queries and keys; none if no angle depends on them."""
     if call.theta_turns is None:
         return {"positions": None, "key_positions": None}
@@ -347,9 +378,9 @@ def _positions(call: Call) -> dict[str, Tensor | None]:
 
 
 def _tensors(call: Call, sums: Sums | None) -> dict[str, Any]:
-    """The arguments that the forward and backward kernels share, in addition to ``_settings``."""
+    """The arguments that the forward and backward kernels share, in addition to ``settings``."""
     return {
-        **_positions(call),
+        **positions(call),
         "log_decay": call.log_decay,
         "write": call.write,
         "erase": call.erase,

@@ -140,12 +140,16 @@ class Operator(Generic[Record]):
         """The gradients of the inputs."""
         tensors = ctx.saved_tensors
         arguments, saved = [*tensors[: self.tensors], *ctx.settings], list(tensors[self.tensors :])
+        if ctx.skipped_dispatcher and not transformed() and not torch.is_grad_enabled():
+            return self.backward(self.record(*arguments), saved, g)
+        return self.gradients_by_operator(arguments, saved, g)
+
+    def gradients_by_operator(self, arguments: Sequence[Any], saved: list[Tensor], g: Tensors) -> Tensors:
+        """The gradients of the inputs, as transformations and graphs require them."""
         if transformed():
             found = _TransformedBackward.apply(self, *arguments, *g, *saved)  # type: ignore[no-untyped-call]
         elif torch.is_grad_enabled() and self.definition is not None:
             return self.differentiate_definition(arguments, g)
-        elif ctx.skipped_dispatcher and not torch.is_grad_enabled():
-            return self.backward(self.record(*arguments), saved, g)
         else:
             found = self.backward_op(*arguments, saved, *g)
         present = iter(found)

@@ -95,9 +95,11 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
-def arguments_of(operator: Any) -> list[str]:
-    """The names of an overload's arguments, in the order of its schema, which has no public reader."""
-    return [argument.name for argument in operator._schema.arguments]
+def arguments_of(operator: Any) -> dict[str, Any]:
+    """The arguments of an overload with their defaults, else None, in the order of its schema, which has no public
+    reader.
+    """
+    return {argument.name: argument.default_value for argument in operator._schema.arguments}
 
 
 def softmax_kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:

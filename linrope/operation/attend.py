@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linrope import backends
 from linrope.backends import native
+from linrope.backends.steady import Steady
 from linrope.common.writable import check_writable
 from linrope.operation import checks, head_first, positions
 from linrope.operation.features import map_features
@@ -47,12 +48,27 @@ def attend(call: Call, through: Computation | None = None) -> tuple[Tensor, Line
             if not in_place or (native.fits_in_place(state) and _angle_fits(call)):
                 return _step(call, plan, state, in_place)
         checks.check_values(call)
-        identity, tokens = _identity(call, plan), plan.tokens or positions.resolve(call)
+        direct = plan.direct if through is None else None
+        if direct is None:
+            identity, tokens = _identity(call, plan), plan.tokens or positions.resolve(call)
     except ValueError as error:
         if head_first.suspected(call):
             raise ValueError(f"{error}; {head_first.HINT}") from None
         raise
-    return _attend(call, plan, identity, tokens, through)
+    if direct is None:
+        return _attend(call, plan, identity, tokens, through)
+    return _direct(call, plan, direct)
+
+
+def _direct(call: Call, plan: Plan, direct: Steady) -> tuple[Tensor, LinearAttentionState | None]:
+    """A call without a state whose tensors go to the kernels as they are."""
+    out, sums = direct(call)
+    if sums is None:
+        return out, None
+    assert plan.identity is not None
+    assert plan.tokens is not None
+    position = positions.next_positions(call, plan.tokens)
+    return out, LinearAttentionState(sums.kv, sums.z, position, plan.identity)
 
 
 def _identity(call: Call, plan: Plan) -> str:
@@ -102,6 +118,10 @@ def _attend(
     resolved.return_state = call.return_state or in_place
     if plan.backend is None:
         plan.backend = backends.choose(call.backend, resolved, state)
+    if plan.resolved is not None and plan.backend is native and plan.identity is not None and call.k.numel():
+        plan.direct = Steady(resolved)
+        if through is None:
+            return _direct(call, plan, plan.direct)
     if not plan.backend.TAKES_VALUE_GROUPS:
         resolved = resolved.expanded()
     compute = plan.backend.attend if through is None else partial(through, plan.backend.attend)

@@ -15,6 +15,7 @@ from torch import Tensor
 from linrope import backends
 from linrope.backends import native
 from linrope.backends.protocol import Backend
+from linrope.backends.steady import Steady
 from linrope.common.private_names import forward_mode
 from linrope.common.tracing import plain
 from linrope.feature_maps import ElementwiseMap, FeatureMap
@@ -47,10 +48,12 @@ class Plan:
     # For one more token of each sequence, without a mask, packing or positions of its own
     step: native.Step | None = None
     # True: a backend gets the call's own tensors, at positions that are the same in all such calls. The first such call
-    # fills in ``tokens``, the positions, and ``resolved``, the fields in which the backend's call differs from it.
+    # fills in ``tokens``, the positions, and ``resolved``, the fields in which the backend's call differs from it; and
+    # for the backend native ``direct``, which computes the later ones.
     steady: bool = False
     tokens: Tokens | None = None
     resolved: dict[str, Any] | None = None
+    direct: Steady | None = None
 
 
 def plan_of(call: Call) -> Plan:

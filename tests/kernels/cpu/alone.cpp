@@ -152,6 +152,7 @@ static TensorHandle integers(std::vector<int64_t> sizes, std::vector<int64_t> va
 
 static void print(const std::string& name, const std::vector<TensorHandle>& results) {
   for (size_t r = 0; r < results.size(); r++) {
+    if (!results[r]) continue;  // it was not wanted
     const OpaqueTensor& x = *results[r];
     const int64_t count = (int64_t)x.memory->size() / Tensor::size_of(x.type);
     for (int64_t i = 0; i < count; i += 7) {

@@ -14,7 +14,7 @@ on_one_isa = pytest.mark.parametrize("isa", ["baseline"], indirect=True)
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of an operator, in its order."""
+    """The arguments of an operator, by name."""
 
     q: Tensor | None
     k: Tensor
@@ -39,31 +39,32 @@ class Case:
     eps: float = 1e-6
     add_eps: bool = False
 
-    def inputs(self) -> list[Any]:
-        return [getattr(self, field.name) for field in fields(self)]
+    def inputs(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def forward(self, ops: Any, want_state: bool = True, slots: Tensor | None = None) -> tuple[Tensor, ...]:
         """out, and the last kv and z."""
         return self._forward(ops, want_state, slots, save=False)[:3]
 
     def _forward(self, ops: Any, want_state: bool, slots: Tensor | None, save: bool) -> tuple[Tensor, ...]:
-        given = self.inputs()
-        results: tuple[Tensor, ...] = ops.forward(*given[:17], slots, *given[17:], want_state, save)
+        results: tuple[Tensor, ...] = ops.forward(
+            **self.inputs(), slots=slots, want_state=want_state, save=save
+        )
         return results
 
     def step(self, ops: Any, advance: bool = False, slots: Tensor | None = None) -> Tensor:
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        one_token = [x for name, x in named.items() if name not in ("cu_seqlens", "causal")]
-        out: Tensor = ops.step(*one_token[:16], slots, *one_token[16:], advance)
+        one_token = {name: x for name, x in self.inputs().items() if name not in ("cu_seqlens", "causal")}
+        out: Tensor = ops.step(**one_token, slots=slots, advance=advance)
         return out
 
     def backward(
         self, ops: Any, g_out: Tensor | None, g_kv: Tensor | None, g_z: Tensor | None
     ) -> dict[str, Tensor]:
-        wants = [x is not None for x in (self.log_decay, self.angle_steps, self.write, self.erase)]
-        saved = [x if x.numel() else None for x in self._forward(ops, True, None, save=True)[3:]]
-        results = ops.backward(g_out, g_kv, g_z, *self.inputs(), *saved, *wants)
-        names = ("q", "k", "v", "log_decay", "angle_steps", "write", "erase", "kv", "z")
+        wanted = ("log_decay", "angle_steps", "write", "erase")
+        wants = {f"want_{name}": getattr(self, name) is not None for name in wanted}
+        saved = dict(zip(("saved_kv", "saved_z", "saved_u"), self._forward(ops, True, None, save=True)[3:]))
+        results = ops.backward(**self.inputs(), **saved, **wants, g_out=g_out, g_kv=g_kv, g_z=g_z)
+        names = ("q", "k", "v", *wanted, "kv", "z")
         return {name: x for name, x in zip(names, results, strict=True) if getattr(self, name) is not None}
 
 

@@ -143,7 +143,7 @@ def solved(name: str, dtype: torch.dtype) -> tuple[Case, tuple[Tensor, Tensor, T
 def test_forward_is_the_loop(native, name, dtype):
     case, (expected, kv, bound, kv_bound) = solved(name, dtype)
     out, last, z = case.forward(native)
-    assert z.numel() == 0
+    assert z is None
     fits(out, expected, bound, dtype)
     fits(last, kv, kv_bound, torch.float32 if dtype == torch.float32 else dtype)
     empty, alone, _ = replace(case, q=None).forward(native)
@@ -229,7 +229,7 @@ def test_the_bits_do_not_depend_on_threads(native, b, h, n):
     case = delta(b=b, h=h, g=h, n=n, f=40, e=36, decay=0.02)
     weights = [random_like(x, 1) for x in case.forward(native)[:2]]
     one, *others = with_threads(
-        lambda: [*case.forward(native), *case.backward(native, *weights, None).values()]
+        lambda: [*case.forward(native)[:2], *case.backward(native, *weights, None).values()]
     )
     for other in others:
         assert all(map(torch.equal, one, other))
@@ -283,7 +283,7 @@ def test_masked_tokens_may_hold_anything(native):
         case, erase=case.erase.masked_fill(gone, torch.nan), k=case.k.masked_fill(gone[..., None], torch.nan),
         v=case.v.masked_fill(gone[..., None], torch.inf),
     )  # fmt: skip
-    assert all(map(torch.equal, case.forward(native), dirty.forward(native)))
+    assert all(map(torch.equal, case.forward(native)[:2], dirty.forward(native)[:2]))
     weights = [random_like(x, 1) for x in case.forward(native)[:2]]
     one, other = (x.backward(native, *weights, None) for x in (case, dirty))
     assert all(torch.equal(x, other[name]) for name, x in one.items())
@@ -293,7 +293,7 @@ def test_types_and_shared_rows_of_erase(native):
     case = delta(g=2, shared=True)
     half = replace(case, erase=case.erase.bfloat16())
     full = replace(case, erase=half.erase.double().expand(2, -1, 2).contiguous())
-    assert all(map(torch.equal, half.forward(native), full.forward(native)))
+    assert all(map(torch.equal, half.forward(native)[:2], full.forward(native)[:2]))
 
 
 def test_what_does_not_go_with_erase_is_refused(native):

@@ -1,0 +1,103 @@
+"""Calls of the backend native that differ in their numbers alone: without a state, at positions 0, 1, 2 ..
+
+Those of a training run are such calls. A short one takes less time to compute than to turn into a ``Call`` for backends
+and into the arguments of an operator. So its tensors go to the kernels as they are, and what all share is put together
+once.
+"""
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.backends import bridge, library, native
+from linrope.common.private_names import transformed
+from linrope.recurrence.call import INPUTS, Call, Sums, contiguous, summed_to
+
+# The tensors that differ, those with gradients first
+_PER_CALL = ("q", "k", "v", "log_decay", "write", "key_mask")
+
+
+class Steady:
+    """Computes calls like ``call``, which is as a backend gets it."""
+
+    def __init__(self, call: Call) -> None:
+        self._names = names = [name for name in _PER_CALL if getattr(call, name) is not None]
+        self._tensors_of = attrgetter(*names)
+        self._inputs = sum(name in INPUTS for name in names)
+        self._heads = sum(name in ("q", "k", "v") for name in names)
+        self._call = call.changed(**dict.fromkeys(_PER_CALL))  # a plan must not keep tensors alive
+        self._shares_heads, self._by_unit = call.value_group > 1, call.decays_by_unit
+        self.results = 3 if call.return_state else 1
+        shared = native.settings(call) | native.positions(call) | {"causal": call.causal}
+        of_forward = shared | {"want_state": call.return_state, "save": False}
+        self.compute = library.Prepared("forward", of_forward, names)
+        self.compute_and_save = library.Prepared("forward", of_forward | {"save": True}, names)
+        wanted = {f"want_{name}": name in names for name in ("log_decay", "write")}
+        gradients = ["g_out", "g_kv", "g_z"][: self.results]
+        self._backward = library.Prepared(
+            "backward", shared | wanted, [*names, *native.saved_states(call), *gradients]
+        )
+
+    def __call__(self, call: Call) -> tuple[Tensor, Sums | None]:
+        """out and, if wanted, the last sums."""
+        tensors = self._tensors_of(call)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors[: self._inputs]):
+            results = _WithGradients.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            results = self.compute(*self.dense(tensors))
+        return results[0], Sums(results[1], results[2], None) if self.results == 3 else None
+
+    def dense(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The tensors of a call, with q, k and v as the kernels require them: with a last stride of 1."""
+        for x in tensors[: self._heads]:
+            if x.stride(-1) != 1:
+                return *map(native.with_dense_rows, tensors[: self._heads]), *tensors[self._heads :]
+        return tensors
+
+    def gradients(self, kept: tuple[Tensor, ...], g: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """The gradients of the call's tensors. kept: these, then what the kernel saved."""
+        count = len(self._names)
+        given, saved = kept[:count], kept[count:]
+        if transformed() or torch.is_grad_enabled():
+            return self._gradients_by_operator(given, saved, g)
+        g_out, *g_state = g
+        if g_out is not None:
+            g_out = native.with_dense_rows(g_out)
+        results = self._backward(*self.dense(given), *saved, g_out, *map(contiguous, g_state))
+        dq, dk, dv, d_log_decay, _, d_write, *_ = results
+        found = [dk, dv] if self._heads == 2 else [dq, dk, dv]
+        if self._shares_heads:
+            found = [native.sum_of_heads(x, like) for x, like in zip(found, given)]
+        if d_log_decay is not None:
+            d_log_decay = d_log_decay if self._by_unit else d_log_decay.squeeze(3)
+            found.append(summed_to(d_log_decay, given[self._heads]))
+        if d_write is not None:
+            found.append(summed_to(d_write, given[self._inputs - 1]))
+        return found if len(found) == count else [*found, None]
+
+    def _gradients_by_operator(
+        self, given: tuple[Tensor, ...], saved: tuple[Tensor, ...], g: tuple[Tensor | None, ...]
+    ) -> list[Tensor | None]:
+        """The same as the registered operator computes them: in torch.func, and with create_graph=True."""
+        call = self._call.changed(**dict(zip(self._names, given)))
+        arguments = bridge.flatten("native", call, None)
+        kept = native.filled(call, (*saved, None, None, None)[:3])
+        found = bridge.ATTEND.gradients_by_operator(arguments, kept, (*g, None, None)[:3])
+        named = dict(zip(INPUTS, found))
+        return [named.get(name) for name in self._names]
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, steady: Steady, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results: tuple[Any, ...] = steady.compute_and_save(*steady.dense(tensors))
+        ctx.save_for_backward(*tensors, *[x for x in results[3:] if x is not None])
+        ctx.steady = steady
+        ctx.set_materialize_grads(False)
+        return results[: steady.results]
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor | None) -> Any:
+        return None, *ctx.steady.gradients(ctx.saved_tensors, g)
