@@ -90,10 +90,7 @@ def run(operator: str, *arguments: Any, **named: Any) -> Any:
     Raises:
         ValueError, RuntimeError, MemoryError: what the operator found wrong. It has written nothing then.
     """
-    return _checked(_operator(operator)(*arguments, **named))
-
-
-def _checked(results: Any) -> Any:
+    results = _operator(operator)(*arguments, **named)
     if results is None or (type(results) is tuple and results[0] is None):
         raise _error()
     return results
@@ -108,7 +105,7 @@ class Prepared:
 
     def __init__(self, operator: str, shared: dict[str, Any], names: Sequence[str]) -> None:
         """names: the arguments that differ, which calls pass in this order."""
-        self._operator, defaults = _operator(operator), arguments_of(_operator(operator))
+        self._operator, defaults = operator, arguments_of(_operator(operator))
         arguments = {name: shared.get(name, default) for name, default in defaults.items()}
         self._places = [[*arguments].index(name) for name in names]
         while (last := [*arguments][-1]) not in names and arguments[last] is defaults[last]:
@@ -122,7 +119,7 @@ class Prepared:
             arguments[place] = value
         while arguments[-1] is None:
             arguments.pop()
-        return _checked(self._operator(*arguments))
+        return run(self._operator, *arguments)
 
 
 def run_by_name(operator: str, arguments: dict[str, Any]) -> Any:

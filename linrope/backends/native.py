@@ -6,6 +6,7 @@ with ``erase``, what each token wrote; the rest is recomputed from the inputs.
 
 from collections.abc import Iterable
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -136,6 +137,10 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
 
 
+assert TOKEN_INPUTS[0] == "log_decay"
+_after_log_decay = attrgetter(*TOKEN_INPUTS[1:])
+
+
 class Step:
     """One more token of each sequence, for calls that differ in their numbers alone.
 
@@ -143,24 +148,8 @@ class Step:
     """
 
     def __init__(self, call: Call) -> None:
-        # The token's inputs have no default here, so that a call without one of them raises.
-        optional = [name for name in library.argument_names("step") if name not in TOKEN_INPUTS]
-        self.shared = dict.fromkeys(optional) | settings(call) | {"advance": True}
-        names = (
-            "q",
-            "k",
-            "v",
-            "kv",
-            "positions",
-            "z",
-            "log_decay",
-            "write",
-            "erase",
-            "angle_steps",
-            "angle",
-            "slots",
-        )
-        self._run = library.Prepared("step", self.shared, names)
+        names = "q", "k", "v", "kv", "positions", "z", *TOKEN_INPUTS, "angle", "slots"
+        self._run = library.Prepared("step", settings(call) | {"advance": True}, names)
 
     def __call__(
         self, call: Call, log_decay: Tensor | None, state: LinearAttentionState, in_place: bool
@@ -172,13 +161,12 @@ class Step:
             position = position[state.slots]
         elif not in_place:
             position = position.clone(memory_format=torch.contiguous_format)
-        q, k, v, erase = call.q, call.k, call.v, call.erase
+        q, k, v = call.q, call.k, call.v
         assert q is not None
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
-        of_state = kv, position, z if erase is None else None
-        of_token = log_decay, call.write, erase, call.angle_steps
-        out = self._run(q, k, v, *of_state, *of_token, angle, slots)
+        of_state = kv, position, z if call.erase is None else None
+        out = self._run(q, k, v, *of_state, log_decay, *_after_log_decay(call), angle, slots)
         if in_place:
             _count_write(kv, z, position, angle)
         return out, sums, position

@@ -19,6 +19,11 @@ from linrope.recurrence.call import INPUTS, Call, Sums, contiguous, summed_to
 _PER_CALL = ("q", "k", "v", "log_decay", "write", "key_mask")
 
 
+def covers(call: Call) -> bool:
+    """True if ``Steady`` passes all that the call has. It is a call as backends get it, without a state."""
+    return all(getattr(call, name) is None for name in INPUTS if name not in _PER_CALL) and call.k.numel() > 0
+
+
 class Steady:
     """Computes calls like ``call``, which is as a backend gets it."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linrope import backends
 from linrope.backends import native
-from linrope.backends.steady import Steady
+from linrope.backends.steady import Steady, covers
 from linrope.common.writable import check_writable
 from linrope.operation import checks, head_first, positions
 from linrope.operation.features import map_features
@@ -118,7 +118,12 @@ def _attend(
     resolved.return_state = call.return_state or in_place
     if plan.backend is None:
         plan.backend = backends.choose(call.backend, resolved, state)
-    if plan.resolved is not None and plan.backend is native and plan.identity is not None and call.k.numel():
+    if (
+        plan.resolved is not None
+        and plan.backend is native
+        and plan.identity is not None
+        and covers(resolved)
+    ):
         plan.direct = Steady(resolved)
         if through is None:
             return _direct(call, plan, plan.direct)
