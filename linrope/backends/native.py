@@ -41,7 +41,6 @@ LAYOUTS = {"interleaved": 1, "half": 2}
 
 
 _in_use = next(iter(library.INSTRUCTION_SETS), None)
-
 _untried = library.UNTESTED is not None and library.WHY_NOT is None
 _difference: str | None = None
 
@@ -137,8 +136,8 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
 
 
-assert TOKEN_INPUTS[0] == "log_decay"
-_after_log_decay = attrgetter(*TOKEN_INPUTS[1:])
+_OTHERS = [name for name in TOKEN_INPUTS if name != "log_decay"]
+_others_of = attrgetter(*_OTHERS)
 
 
 class Step:
@@ -148,8 +147,9 @@ class Step:
     """
 
     def __init__(self, call: Call) -> None:
-        names = "q", "k", "v", "kv", "positions", "z", *TOKEN_INPUTS, "angle", "slots"
-        self._run = library.Prepared("step", settings(call) | {"advance": True}, names)
+        names = "q", "k", "v", "kv", "positions", "z", "log_decay", *_OTHERS, "angle", "slots"
+        self.shared = settings(call) | {"advance": True}
+        self._run = library.Prepared("step", self.shared, names)
 
     def __call__(
         self, call: Call, log_decay: Tensor | None, state: LinearAttentionState, in_place: bool
@@ -166,7 +166,7 @@ class Step:
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
         of_state = kv, position, z if call.erase is None else None
-        out = self._run(q, k, v, *of_state, log_decay, *_after_log_decay(call), angle, slots)
+        out = self._run(q, k, v, *of_state, log_decay, *_others_of(call), angle, slots)
         if in_place:
             _count_write(kv, z, position, angle)
         return out, sums, position

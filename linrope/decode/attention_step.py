@@ -32,7 +32,8 @@ class AttentionStep:
             "angle": state.angle,
             "positions": state.position.unsqueeze(1),
         }
-        self._arguments = step.shared | memory
+        token = "q", "k", "v", "log_decay", "angle_steps", "write", "erase"
+        self._run = library.Prepared("step", step.shared | memory, token)
         self._written = [x for x in memory.values() if x is not None]
 
     @torch.no_grad()
@@ -54,16 +55,7 @@ class AttentionStep:
         anything, and raises TypeError, ValueError or RuntimeError.
         """
         log_decay = widen_gates(log_decay) if self._fixed is None else add_gates(self._fixed, log_decay)
-        token = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "log_decay": log_decay,
-            "angle_steps": angle_steps,
-            "write": write,
-            "erase": erase,
-        }
-        out: Tensor = library.run_by_name("step", self._arguments | token)
+        out: Tensor = self._run(q, k, v, log_decay, angle_steps, write, erase)
         increment_version(self._written)  # autograd does not see what kernels write
         return out
 
