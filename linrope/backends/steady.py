@@ -14,14 +14,19 @@ from torch import Tensor
 from linrope.backends import bridge, library, native
 from linrope.common.private_names import transformed
 from linrope.recurrence.call import INPUTS, Call, Sums, contiguous, summed_to
+from linrope.recurrence.decay import clamp_gates, through_clamp
 
 # The tensors that differ, those with gradients first
 _PER_CALL = ("q", "k", "v", "log_decay", "write", "key_mask")
 
 
 def covers(call: Call) -> bool:
-    """True if ``Steady`` passes all that the call has. It is a call as backends get it, without a state."""
-    return all(getattr(call, name) is None for name in INPUTS if name not in _PER_CALL) and call.k.numel() > 0
+    """True if ``Steady`` computes such calls. ``call`` is one as backends get it, without a state."""
+    others = [name for name in INPUTS if name not in _PER_CALL]
+    masks_gates = (
+        call.log_decay is not None and call.key_mask is not None
+    )  # those of hidden tokens count as 0
+    return all(getattr(call, name) is None for name in others) and not masks_gates and call.k.numel() > 0
 
 
 class Steady:
@@ -33,6 +38,7 @@ class Steady:
         self._inputs = sum(name in INPUTS for name in names)
         self._heads = sum(name in ("q", "k", "v") for name in names)
         self._call = call.changed(**dict.fromkeys(_PER_CALL))  # a plan must not keep tensors alive
+        self._has_gates = call.log_decay is not None
         self._shares_heads, self._by_unit = call.value_group > 1, call.decays_by_unit
         self.results = 3 if call.return_state else 1
         shared = native.settings(call) | native.positions(call) | {"causal": call.causal}
@@ -45,32 +51,52 @@ class Steady:
             "backward", shared | wanted, [*names, *native.saved_states(call), *gradients]
         )
 
-    def __call__(self, call: Call) -> tuple[Tensor, Sums | None]:
-        """out and, if wanted, the last sums."""
+    def __call__(self, call: Call, clamps: bool) -> tuple[Tensor, Sums | None]:
+        """out and, if wanted, the last sums. clamps: some gates may be below MIN_LOG_DECAY."""
         tensors = self._tensors_of(call)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors[: self._inputs]):
-            results = _WithGradients.apply(self, *tensors)  # type: ignore[no-untyped-call]
+            results = _WithGradients.apply(self, clamps, *tensors)  # type: ignore[no-untyped-call]
         else:
-            results = self.compute(*self.dense(tensors))
+            results = self.compute(*self.for_kernel(tensors, clamps))
         return results[0], Sums(results[1], results[2], None) if self.results == 3 else None
 
-    def dense(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The tensors of a call, with q, k and v as the kernels require them: with a last stride of 1."""
-        for x in tensors[: self._heads]:
+    def for_kernel(self, tensors: tuple[Tensor, ...], clamps: bool) -> tuple[Tensor, ...]:
+        """The tensors of a call as the kernels require them: q, k and v with a last stride of 1, gates in range."""
+        heads = self._heads
+        if self._has_gates:
+            gates = tensors[heads]
+            if clamps or gates.dtype.itemsize < 4:
+                tensors = *tensors[:heads], clamp_gates(gates), *tensors[heads + 1 :]
+        for x in tensors[:heads]:
             if x.stride(-1) != 1:
-                return *map(native.with_dense_rows, tensors[: self._heads]), *tensors[self._heads :]
+                return *map(native.with_dense_rows, tensors[:heads]), *tensors[heads:]
         return tensors
 
-    def gradients(self, kept: tuple[Tensor, ...], g: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    def gradients(
+        self, kept: tuple[Tensor, ...], clamps: bool, g: tuple[Tensor | None, ...]
+    ) -> list[Tensor | None]:
         """The gradients of the call's tensors. kept: these, then what the kernel saved."""
-        count = len(self._names)
+        count, heads = len(self._names), self._heads
         given, saved = kept[:count], kept[count:]
+        passed = self.for_kernel(given, clamps)
         if transformed() or torch.is_grad_enabled():
-            return self._gradients_by_operator(given, saved, g)
+            found = self._gradients_by_operator(passed, saved, g)
+        else:
+            found = self._gradients_by_kernel(passed, saved, g)
+        if self._has_gates:
+            gradient, gates = found[heads], given[heads]
+            assert gradient is not None
+            gradient = through_clamp(gradient, gates) if clamps else gradient
+            found[heads] = gradient.to(gates.dtype)
+        return found
+
+    def _gradients_by_kernel(
+        self, given: tuple[Tensor, ...], saved: tuple[Tensor, ...], g: tuple[Tensor | None, ...]
+    ) -> list[Tensor | None]:
         g_out, *g_state = g
         if g_out is not None:
             g_out = native.with_dense_rows(g_out)
-        results = self._backward(*self.dense(given), *saved, g_out, *map(contiguous, g_state))
+        results = self._backward(*given, *saved, g_out, *map(contiguous, g_state))
         dq, dk, dv, d_log_decay, _, d_write, *_ = results
         found = [dk, dv] if self._heads == 2 else [dq, dk, dv]
         if self._shares_heads:
@@ -80,7 +106,7 @@ class Steady:
             found.append(summed_to(d_log_decay, given[self._heads]))
         if d_write is not None:
             found.append(summed_to(d_write, given[self._inputs - 1]))
-        return found if len(found) == count else [*found, None]
+        return found if len(found) == len(given) else [*found, None]
 
     def _gradients_by_operator(
         self, given: tuple[Tensor, ...], saved: tuple[Tensor, ...], g: tuple[Tensor | None, ...]
@@ -96,13 +122,13 @@ class Steady:
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, steady: Steady, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results: tuple[Any, ...] = steady.compute_and_save(*steady.dense(tensors))
+    def forward(ctx: Any, steady: Steady, clamps: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results: tuple[Any, ...] = steady.compute_and_save(*steady.for_kernel(tensors, clamps))
         ctx.save_for_backward(*tensors, *[x for x in results[3:] if x is not None])
-        ctx.steady = steady
+        ctx.steady, ctx.clamps = steady, clamps
         ctx.set_materialize_grads(False)
         return results[: steady.results]
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> Any:
-        return None, *ctx.steady.gradients(ctx.saved_tensors, g)
+        return None, None, *ctx.steady.gradients(ctx.saved_tensors, ctx.clamps, g)

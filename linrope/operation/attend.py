@@ -17,6 +17,7 @@ from linrope.operation.features import map_features
 from linrope.operation.plan import Plan, next_identity, plan_of
 from linrope.recurrence.call import Call, Sums, needs_gradients
 from linrope.recurrence.decay import (
+    check_gates,
     distances,
     gradient_path,
     log_decay_of_step,
@@ -47,9 +48,11 @@ def attend(call: Call, through: Computation | None = None) -> tuple[Tensor, Line
             in_place = state.donated or state.slots is not None
             if not in_place or (native.fits_in_place(state) and _angle_fits(call)):
                 return _step(call, plan, state, in_place)
-        checks.check_values(call)
-        direct = plan.direct if through is None else None
-        if direct is None:
+        direct, clamps = plan.direct if through is None else None, False
+        if direct is not None:
+            clamps = call.log_decay is not None and check_gates(call.log_decay)
+        else:
+            checks.check_values(call)
             identity, tokens = _identity(call, plan), plan.tokens or positions.resolve(call)
     except ValueError as error:
         if head_first.suspected(call):
@@ -57,12 +60,14 @@ def attend(call: Call, through: Computation | None = None) -> tuple[Tensor, Line
         raise
     if direct is None:
         return _attend(call, plan, identity, tokens, through)
-    return _direct(call, plan, direct)
+    return _direct(call, plan, direct, clamps)
 
 
-def _direct(call: Call, plan: Plan, direct: Steady) -> tuple[Tensor, LinearAttentionState | None]:
-    """A call without a state whose tensors go to the kernels as they are."""
-    out, sums = direct(call)
+def _direct(
+    call: Call, plan: Plan, direct: Steady, clamps: bool
+) -> tuple[Tensor, LinearAttentionState | None]:
+    """A call without a state whose tensors go to the kernels as they are, apart from gates out of range."""
+    out, sums = direct(call, clamps)
     if sums is None:
         return out, None
     assert plan.identity is not None
@@ -118,15 +123,11 @@ def _attend(
     resolved.return_state = call.return_state or in_place
     if plan.backend is None:
         plan.backend = backends.choose(call.backend, resolved, state)
-    if (
-        plan.resolved is not None
-        and plan.backend is native
-        and plan.identity is not None
-        and covers(resolved)
-    ):
-        plan.direct = Steady(resolved)
+    constant = plan.steady and plan.identity is not None and positions.are_constant(tokens)
+    if constant and plan.backend is native and covers(resolved):
+        plan.tokens, plan.direct = tokens, Steady(resolved)
         if through is None:
-            return _direct(call, plan, plan.direct)
+            return _direct(call, plan, plan.direct, clamps=True)
     if not plan.backend.TAKES_VALUE_GROUPS:
         resolved = resolved.expanded()
     compute = plan.backend.attend if through is None else partial(through, plan.backend.attend)

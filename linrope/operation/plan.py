@@ -47,9 +47,9 @@ class Plan:
     backend: Backend | None = None  # ``backends.choose`` looks at the features: the first call fills it in
     # For one more token of each sequence, without a mask, packing or positions of its own
     step: native.Step | None = None
-    # True: a backend gets the call's own tensors, at positions that are the same in all such calls. The first such call
-    # fills in ``tokens``, the positions, and ``resolved``, the fields in which the backend's call differs from it; and
-    # for the backend native ``direct``, which computes the later ones.
+    # True: a backend gets the call's own tensors, apart from gates out of range, at positions that are the same in all
+    # such calls. The first such call fills in ``tokens``, the positions; without gates ``resolved``, the fields in
+    # which the backend's call differs from it; and for the backend native ``direct``, which computes the later ones.
     steady: bool = False
     tokens: Tokens | None = None
     resolved: dict[str, Any] | None = None

@@ -78,9 +78,24 @@ def _log_of_decay(decay: tuple[float, ...]) -> Tensor:
     return torch.tensor([[[max(log(x), MIN_LOG_DECAY) for x in decay]]], dtype=torch.float64, device="cpu")
 
 
+def check_gates(log_decay: Tensor) -> bool:
+    """Raises if a number is above 0. True if some are to be clamped; log_decay has values to read."""
+    if not log_decay.numel():
+        return False
+    low, high = map(float, log_decay.detach().aminmax())
+    if high > 0:
+        raise ValueError(f"log_decay: got up to {high:.3g}, expected numbers <= 0")
+    return not low >= MIN_LOG_DECAY  # a NaN is unknown
+
+
 def clamp_gates(gates: Tensor) -> Tensor:
     """The gates in float32 or wider, at least MIN_LOG_DECAY."""
     return gates.to(torch.promote_types(gates.dtype, torch.float32)).clamp(min=MIN_LOG_DECAY)
+
+
+def through_clamp(gradient: Tensor, gates: Tensor) -> Tensor:
+    """The gradient of ``gates``, from that of ``clamp_gates(gates)``."""
+    return gradient.where(gates.to(torch.promote_types(gates.dtype, torch.float32)) >= MIN_LOG_DECAY, 0)
 
 
 def steps_of_tokens(
