@@ -222,10 +222,9 @@ struct Angles {
         position_stride(p.token), sum(memory.sum), theta(memory.theta), rotation_table(c.rotation_table), tables(tables),
         cos(tables->cos), sin(tables->sin), alike(!c.theta.head && !c.angle_steps.data && !c.angle.head) {
     if (rotation_table && c.theta.head) rotation_table += span.head * kChunk * 2 * s.half;
-    for (int i = 0; i < s.axes * s.half; i++) {
-      const int axis = i / s.half, pair = i % s.half;
-      const int64_t at = axis * c.theta.batch + span.head * c.theta.head + pair;
-      theta[i] = pair < s.pairs ? c.theta.as<int64_t>()[at] : 0;
+    for (int axis = 0; axis < s.axes; axis++) {
+      const uint64_t* turns = c.theta.as<uint64_t>() + axis * c.theta.batch + span.head * c.theta.head;
+      for (int i = 0; i < s.half; i++) theta[axis * s.half + i] = i < s.pairs ? turns[i] : 0;
     }
     const View& a = c.angle;
     const int64_t at = c.state_row(span.sequence) * a.batch + span.head * a.head;

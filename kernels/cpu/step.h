@@ -171,6 +171,22 @@ void set_factors(const Shape& s, const Units& units, const StepScratch& w) {
   w.of_features.set(D, round_up(s.f, W));
 }
 
+// z = e^a z + psi
+void add_to_sums(const Shape& s, const DecayFactor& factor, const FeatureFactors* of_features, const float* psi, double* z) {
+  const double decay = factor.exact;
+  for (int f = 0; f < s.f; f++) z[f] = z[f] * (of_features ? of_features->exact[f] : decay) + psi[f];
+}
+
+// z^T phi
+double denominator(const Shape& s, const float* phi, const double* z) {
+  vd acc = {};
+  int f = 0;
+  for (; f + W / 2 <= s.f; f += W / 2) acc += *(const vdu*)(z + f) * widen(phi + f);
+  double den = sum(acc);
+  for (; f < s.f; f++) den += z[f] * phi[f];
+  return den;
+}
+
 void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, const Angles& q_angle, const Units& units,
                float* kv, double* z) {
   const Call& c = task.c;
@@ -182,7 +198,7 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
   const DecayFactor factor(Decay(c, task.span).at(0));
   const FeatureFactors* of_features = s.per_unit ? &w.of_features : nullptr;
   if (of_features) set_factors(s, units, w);
-  for (int f = 0; z && f < s.f; f++) z[f] = z[f] * (of_features ? of_features->exact[f] : factor.exact) + w.psi[f];
+  if (z) add_to_sums(s, factor, of_features, w.psi, z);
   const float* reader = !c.erase.data ? nullptr : of_features ? w.carried : w.psi_hat;
   const float erase = reader ? (float)(task.erase(0) * factor.exact) : 0;
   for (int f = 0; reader && of_features && f < s.f; f++) w.carried[f] = (float)(w.psi_hat[f] * of_features->exact[f]);
@@ -192,7 +208,7 @@ void step_head(const Task& task, const StepScratch& w, const Angles& k_angle, co
       task.query_features(task.queries(r), 0, 1, q_angle, w.internal, w.rotated, nullptr);
       write_features(s, w.internal, w.phi);
       write_features(s, w.rotated, w.phi_hat);
-      for (int f = 0; z && f < s.f; f++) den += z[f] * w.phi[f];
+      if (z) den = denominator(s, w.phi, z);
     }
     const double eps = task.eps, divisor = !c.normalize ? 1 : c.add_eps ? den + eps : den < eps ? eps : den;
     const float scale = (float)(1 / divisor);
