@@ -26,9 +26,11 @@ from linrope.recurrence.call import (
     Results,
     Sums,
     contiguous,
+    dense_heads,
     needs_gradients,
     summed_to,
     sums_of,
+    with_dense_rows,
 )
 from linrope.recurrence.state import LinearAttentionState
 
@@ -136,8 +138,8 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
 
 
-_OTHERS = [name for name in TOKEN_INPUTS if name != "log_decay"]
-_others_of = attrgetter(*_OTHERS)
+# Tensors that a step's kernel takes as the call has them
+_OF_TOKEN = "q", "k", "v", "write", "erase", "angle_steps"
 
 
 class Step:
@@ -147,8 +149,13 @@ class Step:
     """
 
     def __init__(self, call: Call) -> None:
-        names = "q", "k", "v", "kv", "positions", "z", "log_decay", *_OTHERS, "angle", "slots"
+        names = [name for name in _OF_TOKEN if getattr(call, name) is not None]
+        self._tensors_of = attrgetter(*names)
         self.shared = settings(call) | {"advance": True}
+        state = call.state
+        assert state is not None
+        self._has_more = not (call.angle_steps is state.angle is state.slots is None)
+        names += ["kv", "positions", "z", "log_decay", *(["angle", "slots"] if self._has_more else [])]
         self._run = library.Prepared("step", self.shared, names)
 
     def __call__(
@@ -161,12 +168,8 @@ class Step:
             position = position[state.slots]
         elif not in_place:
             position = position.clone(memory_format=torch.contiguous_format)
-        q, k, v = call.q, call.k, call.v
-        assert q is not None
-        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-            q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
-        of_state = kv, position, z if call.erase is None else None
-        out = self._run(q, k, v, *of_state, log_decay, *_others_of(call), angle, slots)
+        of_token, more = dense_heads(self._tensors_of(call), 3), (angle, slots) if self._has_more else ()
+        out = self._run(*of_token, kv, position, z if call.erase is None else None, log_decay, *more)
         if in_place:
             _count_write(kv, z, position, angle)
         return out, sums, position
@@ -389,11 +392,5 @@ def _kernel_qkv(call: Call) -> tuple[Tensor, Tensor, Tensor, bool]:
     if not same_dtype:  # a map's features are float32 even if v is half precision
         wide = torch.promote_types(k.dtype, v.dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
+    q, k, v = dense_heads((q, k, v), 3)
     return q, k, v, same_dtype
-
-
-def with_dense_rows(x: Tensor) -> Tensor:
-    """x with a last stride of 1, which the kernels require. Other strides may have any value."""
-    return x if x.stride(-1) == 1 else x.contiguous()

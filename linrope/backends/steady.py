@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linrope.backends import bridge, library, native
 from linrope.common.private_names import transformed
-from linrope.recurrence.call import INPUTS, Call, Sums, contiguous, summed_to
+from linrope.recurrence.call import INPUTS, Call, Sums, contiguous, dense_heads, summed_to, with_dense_rows
 from linrope.recurrence.decay import clamp_gates, through_clamp
 
 # The tensors that differ, those with gradients first
@@ -67,10 +67,7 @@ class Steady:
             gates = tensors[heads]
             if clamps or gates.dtype.itemsize < 4:
                 tensors = *tensors[:heads], clamp_gates(gates), *tensors[heads + 1 :]
-        for x in tensors[:heads]:
-            if x.stride(-1) != 1:
-                return *map(native.with_dense_rows, tensors[:heads]), *tensors[heads:]
-        return tensors
+        return dense_heads(tensors, heads)
 
     def gradients(
         self, kept: tuple[Tensor, ...], clamps: bool, g: tuple[Tensor | None, ...]
@@ -95,7 +92,7 @@ class Steady:
     ) -> list[Tensor | None]:
         g_out, *g_state = g
         if g_out is not None:
-            g_out = native.with_dense_rows(g_out)
+            g_out = with_dense_rows(g_out)
         results = self._backward(*given, *saved, g_out, *map(contiguous, g_state))
         dq, dk, dv, d_log_decay, _, d_write, *_ = results
         found = [dk, dv] if self._heads == 2 else [dq, dk, dv]

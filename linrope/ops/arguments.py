@@ -10,6 +10,7 @@ from linrope.backends import native
 from linrope.common.argument_checks import check_name
 from linrope.common.private_names import forward_mode, transformed
 from linrope.common.tracing import exporting, has_tangents, plain
+from linrope.recurrence.call import with_dense_rows
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST_CALLS = 1024
@@ -107,11 +108,11 @@ def launch(launcher: str, record: Sequence[Any], *others: Tensor | None) -> Any:
     return triton.launch(launcher, record, *others)
 
 
-def with_dense_rows(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def as_tokens(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """x in this dtype with a last stride of 1, as the kernels take tokens."""
     if x is None or (x.dtype == dtype and x.stride(-1) == 1):
         return x
-    return native.with_dense_rows(converted(x, dtype))
+    return with_dense_rows(converted(x, dtype))
 
 
 def as_parameter(x: Tensor | None) -> Tensor | None:

@@ -13,6 +13,7 @@ from linrope.common.tracing import check_not_in_onnx
 from linrope.operation.checks import check_bounds, check_cu_seqlens
 from linrope.ops.arguments import (
     as_parameter,
+    as_tokens,
     backend_of,
     check_dense,
     check_shape,
@@ -20,7 +21,6 @@ from linrope.ops.arguments import (
     converted,
     gradient_of,
     launch,
-    with_dense_rows,
 )
 from linrope.recurrence.call import contiguous
 from linrope.recurrence.packing import owners, rising_bounds
@@ -256,10 +256,10 @@ def _results(ys: list[Tensor]) -> Output:
 def _native(call: _Convolution) -> dict[str, Any]:
     """The arguments of the native kernel for one part."""
     return {
-        "x": with_dense_rows(call.x, call.x.dtype),
+        "x": as_tokens(call.x, call.x.dtype),
         "weight": as_parameter(call.weight),
         "bias": as_parameter(call.bias),
-        "before": with_dense_rows(call.before, call.x.dtype),
+        "before": as_tokens(call.before, call.x.dtype),
         "cu_seqlens": contiguous(call.cu_seqlens),
         "silu": call.silu,
     }
@@ -267,7 +267,7 @@ def _native(call: _Convolution) -> dict[str, Any]:
 
 def _native_gradients(call: _Convolution, g: Tensor | None) -> Any:
     """The gradients of the inputs of a call of one part."""
-    gradient = call.x.new_zeros(call.x.shape) if g is None else with_dense_rows(g, call.x.dtype)
+    gradient = call.x.new_zeros(call.x.shape) if g is None else as_tokens(g, call.x.dtype)
     return run_by_name("convolve_backward", _native(call) | {"gradient": gradient})
 
 

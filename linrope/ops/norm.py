@@ -13,6 +13,7 @@ from linrope.common.argument_checks import check_name
 from linrope.common.tracing import check_not_in_onnx
 from linrope.ops.arguments import (
     as_parameter,
+    as_tokens,
     backend_of,
     check_dense,
     check_shape,
@@ -20,7 +21,6 @@ from linrope.ops.arguments import (
     converted,
     gradient_of,
     launch,
-    with_dense_rows,
 )
 
 SPANS = ("head", "all")  # what a norm goes over: each head alone, or all of them
@@ -222,7 +222,7 @@ class _Norm(Operator[_GatedNorm]):
         if record.kernel == "triton":
             return launch("norm_bwd", record, g[0])  # type: ignore[no-any-return]
         arguments = _kernel_arguments(record)
-        gradient = with_dense_rows(g[0], arguments["out"].dtype)
+        gradient = as_tokens(g[0], arguments["out"].dtype)
         d_out, d_gate, d_v, d_weight, d_skip = run_by_name(
             "gated_norm_backward", arguments | {"gradient": gradient}
         )
@@ -242,10 +242,10 @@ def _kernel_arguments(call: _GatedNorm) -> dict[str, Any]:
         if x is not None and x.dtype != dtype:
             dtype = torch.promote_types(dtype, x.dtype)
     return {
-        "out": with_dense_rows(call.out, dtype),
+        "out": as_tokens(call.out, dtype),
         "weight": as_parameter(call.weight),
-        "gate": with_dense_rows(call.gate, dtype),
-        "v": with_dense_rows(call.v, dtype),
+        "gate": as_tokens(call.gate, dtype),
+        "v": as_tokens(call.v, dtype),
         "skip": as_parameter(call.skip),
         "eps": call.eps,
         "over_heads": call.over_heads,

@@ -286,6 +286,19 @@ def contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+def with_dense_rows(x: Tensor) -> Tensor:
+    """x with a last stride of 1, which the kernels require. Other strides may have any value."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def dense_heads(tensors: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
+    """The tensors, of which the first, q, k and v, have a last stride of 1. count: how many these are."""
+    for x in tensors[:count]:
+        if x.stride(-1) != 1:
+            return *map(with_dense_rows, tensors[:count]), *tensors[count:]
+    return tensors
+
+
 def differentiable(call: Call, state: LinearAttentionState | None) -> list[Tensor]:
     """The tensors that gradients may flow to."""
     tensors = [getattr(call, name) for name in (*INPUTS, "decay")]
