@@ -20,7 +20,8 @@ from torch import nn
 from linrope.cli.bench.benchmark import machine, peak_memory
 from linrope.models import LanguageModel, LanguageModelConfig
 
-LENGTH = {64: 32768, 256: 8192, 1024: 4096}  # of the longer row, by width
+# Peaks are measured for two lengths, of which this is the longer, by the width of the blocks
+LENGTH = {64: 32768, 256: 8192, 1024: 4096}
 PIECE = 1024
 CALLS = ("training", "reading")
 

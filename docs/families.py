@@ -36,6 +36,6 @@ def main(results: dict[str, list[dict[str, Any]]]) -> None:
         panel.set_xticks([1], ["transformers = 1"], ha="left")
         panel.tick_params(length=0)
         panel.spines[:].set_visible(False)
-    axes[0].set_xlim(0, 1.3 * axes[0].get_xlim()[1])  # of all panels, with room for the numbers
+    axes[0].set_xlim(0, 1.3 * axes[0].get_xlim()[1])  # the panels share their limits; the numbers need room
     axes[0].invert_yaxis()
     save(figure, "families")

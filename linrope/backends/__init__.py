@@ -83,7 +83,7 @@ def _auto(call: Call) -> list[str]:
 @called_while_traced
 def _announce(candidate: str, device: str, reason: str) -> None:
     """Warns if this backend cannot run a call on the device because its kernels cannot run on this machine."""
-    if device in _AUTO and reason == kernels_here().get(candidate):
+    if device in _AUTO and reason == available(candidate):
         warn_of_missing(candidate, reason)
 
 
@@ -125,7 +125,7 @@ def in_words(name: str, weight: Tensor | None) -> str:
     if name != "auto" or weight.device.type not in _AUTO:
         return name
     kernels, *_, other = _AUTO[weight.device.type]
-    runs = weight.dtype != torch.float64 and kernels_here().get(kernels) is None
+    runs = weight.dtype != torch.float64 and not isinstance(available(kernels), str)
     return f"auto ({kernels if runs else other})"
 
 

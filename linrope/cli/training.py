@@ -19,10 +19,9 @@ from linrope.models.training.optional import need
 
 _SMOOTHING = 0.95  # weight of the earlier steps in the printed loss, a running mean
 _SECONDS = 5.0  # between two lines
-_EVALUATED = (
-    0.1  # the largest share of evaluated tokens in those trained on between two checkpoints; a row at least
-)
-_MOST_ROWS = 64  # of an evaluation
+# An evaluation reads at most this share of the rows trained on between two checkpoints, and at least one row
+_EVALUATED = 0.1
+_MOST_EVALUATED_ROWS = 64
 
 
 class Lines:
@@ -161,9 +160,8 @@ def run_steps(
             def evaluate() -> float:
                 nonlocal doing
                 doing = f"evaluation after {trainer.step:,} steps"
-                rows = config.batch_size * config.accumulation * trainer.processes.row_groups  # of a step
-                share = int(_EVALUATED * min(save_every, config.steps) * rows)
-                return trainer.evaluate(max(1, min(_MOST_ROWS, share)), on_piece)
+                share = int(_EVALUATED * min(save_every, config.steps) * _rows_per_step(trainer))
+                return trainer.evaluate(max(1, min(_MOST_EVALUATED_ROWS, share)), on_piece)
 
             try:
                 while trainer.step < config.steps:
@@ -243,10 +241,14 @@ def _largest_of_processes(number: int, trainer: Trainer) -> int:
     return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
 
 
+def _rows_per_step(trainer: Trainer) -> int:
+    config, groups = trainer.config, trainer.processes.row_groups
+    rows: int = config.batch_size * config.accumulation * groups
+    return rows
+
+
 def _bytes_per_step(trainer: Trainer) -> float:
-    config = trainer.config
-    rows: int = config.batch_size * config.accumulation * trainer.processes.row_groups
-    return rows * config.sequence_length * trainer.corpus.train.bytes_per_token
+    return _rows_per_step(trainer) * trainer.config.sequence_length * trainer.corpus.train.bytes_per_token
 
 
 class _QuietProgress(Progress):

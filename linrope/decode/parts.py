@@ -44,7 +44,7 @@ class DecodableModel(Protocol):
     def __call__(self, tokens: Tensor, states: Any = None, /, *, logits_to_keep: Any = 0) -> Any:
         """tokens (b, n) and states -> the logits (b, n, vocab_size), and the next states.
 
-        logits_to_keep: the logits of the last so many tokens, or of those at the indices in a tensor; 0: of all.
+        logits_to_keep: how many tokens at the end get logits, or a tensor with their indices; 0: all tokens.
         """
 
     def decoding_parts(self) -> ModelParts:

@@ -59,7 +59,7 @@ class Mixer(nn.Module):
 
     @property
     def norm_over(self) -> str | None:
-        """What the output norm is over, "head" or "all"; None without one."""
+        """The span of the output norm: "head", each head alone, or "all" heads together; None without a norm."""
         return None if self.out_norm is None else self.out_norm.over
 
     def extra_repr(self) -> str:

@@ -47,7 +47,7 @@ def load_states(path: str | os.PathLike[str], device: torch.device | str | None 
 
 
 def forms(states: object) -> list[Any]:
-    """What tells the states of one model from those of another: their kinds, and the shapes of their tensors."""
+    """The kind of each layer's state and the shapes of its tensors, by which states are matched with a model."""
     if not isinstance(states, list | tuple):
         raise TypeError(f"states: got {type(states).__name__}, expected a list with a LayerState per layer")
     return [

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from linrope.rotation.rotary import Rotary
 
 Order = Literal["before", "after"]
-Options = Mapping[str, Any]  # of an option
+Options = Mapping[str, Any]  # an option's own options
 
 
 class CommonOptions(TypedDict, total=False):
-    """Those of softmax attention too that have the same names in the configs for transformers."""
+    """Options of linear and softmax attention whose names are the same in the configs for transformers."""
 
     head_dim: int | None
     value_head_dim: int | None
@@ -37,7 +37,7 @@ class CommonOptions(TypedDict, total=False):
 
 
 class LinearOptions(TypedDict, total=False):
-    """Those of linear attention alone that have the same names in the configs for transformers."""
+    """Options of linear attention alone whose names are the same in the configs for transformers."""
 
     num_value_heads: int | None
     feature_map: str | Options | FeatureMap
@@ -52,7 +52,7 @@ class LinearOptions(TypedDict, total=False):
 
 
 class SharedOptions(CommonOptions, total=False):
-    """Those that softmax attention has too."""
+    """All options that softmax attention has too."""
 
     num_kv_heads: int | None
     causal: bool
@@ -60,27 +60,27 @@ class SharedOptions(CommonOptions, total=False):
 
 
 class SelfAttentionOptions(SharedOptions, LinearOptions, total=False):
-    """All but context_dim."""
+    """All options but context_dim."""
 
     rotary: str | Options | Rotary | nn.Module | None
     backend: str
 
 
 class LayerOptions(SelfAttentionOptions, total=False):
-    """All of them."""
+    """All options of a layer."""
 
     context_dim: int | None
 
 
 class ModelLayerOptions(LayerOptions, total=False):
-    """All of them and the sizes: those of LanguageModelConfig."""
+    """The options and sizes of LanguageModelConfig's layers."""
 
     embed_dim: int
     num_heads: int
 
 
 class BlockOptions(SelfAttentionOptions, total=False):
-    """Those of the blocks of an encoder or a decoder."""
+    """The options of the blocks of an encoder or a decoder."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None
