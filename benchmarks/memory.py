@@ -20,7 +20,7 @@ from torch import nn
 from linrope.cli.bench.benchmark import machine, peak_memory
 from linrope.models import LanguageModel, LanguageModelConfig
 
-# Peaks are measured for two lengths, of which this is the longer, by the width of the blocks
+# For each width of the blocks, the longer of the two lengths at which peaks are measured
 LENGTH = {64: 32768, 256: 8192, 1024: 4096}
 PIECE = 1024
 CALLS = ("training", "reading")

@@ -110,10 +110,12 @@ class Prepared:
         order, given = [*defaults], [*fixed, *names]
         while order[-1] not in names and fixed[order[-1]] is defaults[order[-1]]:
             order.pop()
-        self._fixed, self._in_order = (*fixed.values(),), itemgetter(*map(given.index, order))
+        self._fixed, self._count = (*fixed.values(),), len(names)
+        self._in_order = itemgetter(*map(given.index, order))
 
     def __call__(self, *values: Any) -> Any:
         """The results, as of ``run``."""
+        assert len(values) == self._count
         return run(self._operator, *self._in_order((*self._fixed, *values)))
 
 

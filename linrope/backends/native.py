@@ -19,6 +19,7 @@ from linrope.backends.value_columns import Divided, parts_of
 from linrope.common.private_names import watched
 from linrope.common.tracing import traced
 from linrope.recurrence.call import (
+    INPUTS,
     TOKEN_INPUTS,
     Call,
     Gradients,
@@ -139,7 +140,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
 
 
 # Tensors that a step's kernel takes as the call has them
-_OF_TOKEN = "q", "k", "v", "write", "erase", "angle_steps"
+_OF_TOKEN = [name for name in INPUTS if name != "log_decay"]
 
 
 class Step:
@@ -154,8 +155,9 @@ class Step:
         self.shared = settings(call) | {"advance": True}
         state = call.state
         assert state is not None
-        self._has_more = not (call.angle_steps is state.angle is state.slots is None)
-        names += ["kv", "positions", "z", "log_decay", *(["angle", "slots"] if self._has_more else [])]
+        self._has_angle_or_slots = not (call.angle_steps is state.angle is state.slots is None)
+        names += "kv", "positions", "z", "log_decay"
+        names += ("angle", "slots") if self._has_angle_or_slots else ()
         self._run = library.Prepared("step", self.shared, names)
 
     def __call__(
@@ -168,8 +170,9 @@ class Step:
             position = position[state.slots]
         elif not in_place:
             position = position.clone(memory_format=torch.contiguous_format)
-        of_token, more = dense_heads(self._tensors_of(call), 3), (angle, slots) if self._has_more else ()
-        out = self._run(*of_token, kv, position, z if call.erase is None else None, log_decay, *more)
+        of_state = kv, position, z if call.erase is None else None
+        angle_and_slots = (angle, slots) if self._has_angle_or_slots else ()
+        out = self._run(*dense_heads(self._tensors_of(call), 3), *of_state, log_decay, *angle_and_slots)
         if in_place:
             _count_write(kv, z, position, angle)
         return out, sums, position

@@ -292,7 +292,7 @@ def with_dense_rows(x: Tensor) -> Tensor:
 
 
 def dense_heads(tensors: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
-    """The tensors, of which the first, q, k and v, have a last stride of 1. count: how many these are."""
+    """The tensors, the first ``count`` of them (q, if any, k and v) with a last stride of 1."""
     for x in tensors[:count]:
         if x.stride(-1) != 1:
             return *map(with_dense_rows, tensors[:count]), *tensors[count:]
