@@ -5,6 +5,9 @@
 // bits. The parts of two numbers are multiplied in full, (high + low) (high + low), so that a product is off by
 // about 2^-16 of its size. bfloat16 and float16 numbers are split without an error.
 //
+// What bounds these products is the first cache and the splitting, not the tiles. So operands are split 32 rows at a time
+// where they are used once, in memory that is used again at once.
+//
 // AMX multiplies pairs of numbers along the dimension that is summed. Here numbers i and i + 16 of every 32 form a pair,
 // in both operands: two vectors become one vector of pairs without a shuffle.
 #pragma once
@@ -19,8 +22,8 @@ constexpr bool kAvailable = false;
 struct Configuration {
   explicit Configuration(bool) {}
 };
-inline void multiply_scores(const Scores&) {}
-inline void multiply(const Product&) {}
+inline void multiply_scores(const Scores&, Prefetcher&) {}
+inline void multiply(const Product&, Prefetcher&, const Scores* = nullptr) {}
 inline void update(const Update&, Prefetcher&) {}
 #else
 constexpr bool kAvailable = true;
@@ -57,7 +60,10 @@ constexpr uint32_t kUpper = 0xffff0000;  // the bits of a bfloat16 number
 constexpr float kRounding = 1.0026f;
 
 LINROPE_INLINE vf upper(vf x) { return (vf)((vu)x & kUpper); }
-LINROPE_INLINE vu pairs(vf x, vf y) { return (vu)upper(y) | (vu)x >> 16; }
+// The upper halves of x and, above them, of y: (y & kUpper) | x >> 16
+LINROPE_INLINE vu pairs(vf x, vf y) {
+  return (vu)_mm512_ternarylogic_epi32((__m512i)y, (__m512i)(vu{} + kUpper), (__m512i)((vu)x >> 16), 0xea);
+}
 
 // Splits the pairs (x, y); returns low
 LINROPE_INLINE vu split(vf x, vf y, uint32_t* high, uint32_t* low) {
@@ -121,12 +127,6 @@ LINROPE_INLINE void multiply_tiles() {
   _tile_dpbf16ps(2, 5, 6);
   _tile_dpbf16ps(3, 5, 7);
 }
-LINROPE_INLINE void load_block(const float* from) {
-  _tile_loadd(0, from, 4 * C);
-  _tile_loadd(1, from + kTile, 4 * C);
-  _tile_loadd(2, from + kTile * C, 4 * C);
-  _tile_loadd(3, from + kTile * C + kTile, 4 * C);
-}
 // The block += A B, for 32 rows of A from pair a on, `stride` pairs apart, and K rows of B
 template <int m, int n> void multiply_block(const Split<m>& A, int a, int64_t stride, const Split<n>& B, int K) {
   asm volatile("" ::: "memory");  // the compiler does not know that tiles are loaded from memory
@@ -142,15 +142,21 @@ template <int m, int n> void multiply_block(const Split<m>& A, int a, int64_t st
     }
 }
 
-void multiply_scores(const Scores& x) {
-  const int K = x.K.size;
-  Split<C * kMaxRow> A;
-  Split<kMaxRow * C> B;
+// The block += A B, for 32 rows of A, with K rows of B in a panel
+template <int n> void multiply_panel(const Split<n>& A, const float* B, int K) {
+  Split<C * C> part[2];
+  split_columns(B, NW, 32, 0, 32, part[0]);
+  for (int k = 0; k < K; k += 32) {  // the next part is split first: a tile is slow to load from what was just stored
+    if (k + 32 < K) split_columns(B + (k + 32) * NW, NW, 32, 0, 32, part[(k / 32 + 1) % 2]);
+    multiply_block(A, k / 2, K / 2, part[k / 32 % 2], 32);
+  }
+}
+
+// A: that of x, split
+template <int n> void multiply_scores(const Scores x, const Split<n>& A) {
   alignas(64) float block[C * C];
-  split_rows(x.A, x.rows * K / 32, ~0u, A);
-  split_columns(x.B_t, NW, K, 0, K, B);
   zero_block();
-  multiply_block(A, 0, K / 2, B, K);
+  multiply_panel(A, x.B_t, x.K.size);
   store_block(block);
   for (int i = 0; i < x.rows; i++)
     for (int j = 0; j < C; j += W) {
@@ -160,75 +166,92 @@ void multiply_scores(const Scores& x) {
       store(x.to + i * C + j, iota() + j <= i ? y : vf{});
     }
 }
-
-// Rows first .. last - 1 of the result; valid_first .. valid_last - 1: the rows of V that they use
-void multiply_rows(const Product& x, int first, int last, int valid_first, int valid_last) {
-  const int K = x.K.size;
+void multiply_scores(const Scores& x, Prefetcher& ahead) {
   Split<C * kMaxRow> A;
-  Split<kMaxRow * C> S;
-  Split<C * C> scores, V;
-  alignas(64) float block[C * C];
-  if (x.S) split_rows(x.A, x.rows * K / 32, ~0u, A);
-  if (x.scores && x.transposed) transpose(x.scores, x.rows, C, block);
-  if (x.scores) split_rows(x.transposed ? block : x.scores, x.rows, first_of_row(x.rows), scores);
-  for (int e0 = 0; e0 < x.N.size; e0 += NW) {
-    zero_block();
-    if (x.S) {
-      split_columns(x.S + e0 * K, NW, K, 0, K, S);
-      multiply_block(A, 0, K / 2, S, K);
+  split_rows(x.A, x.rows * x.K.size / 32, ~0u, A);
+  ahead.fetch_some();
+  multiply_scores(x, A);
+}
+
+// Rows first .. last - 1 of 32 columns of a product. A_S: the block A S; null: it is zero, or `block` contains it
+void finish_panel(const Product x, int e0, int first, int last, const float* A_S, const float* block) {
+  const float one = 1, *scale = x.scale ? x.scale : &one, *last_scale = x.last_scale ? x.last_scale : &one;
+  const int scale_step = x.scale ? 1 : 0, last_step = x.last_scale ? 1 : 0;
+  for (int i = first; i < last; i++) {
+    float* to = x.to + i * x.stride + e0;
+    vf y[NV], of_state[NV];
+    for (int v = 0; v < NV; v++) y[v] = load(block + i * C + v * W);
+    for (int v = 0; A_S && v < NV; v++) y[v] += of_state[v] = load(A_S + i * C + v * W) * scale[i * scale_step];
+    if (A_S && x.sums) {
+      const float* with = x.with + i * x.N.size + e0;
+      vf sum = load(x.sums + i * W);
+      for (int v = 0; v < NV; v++) sum += of_state[v] * load(with + v * W);
+      store(x.sums + i * W, sum);
     }
-    if (x.S && (x.scale || x.sums)) {
-      store_block(block);
-      for (int i = first; i < last; i++) {
-        vf y = x.sums ? load(x.sums + i * W) : vf{};
-        for (int v = 0; v < NW; v += W) {
-          float* to = block + i * C + v;
-          if (x.scale) store(to, load(to) * x.scale[i]);
-          if (x.sums) y += load(to) * load(x.with + i * x.N.size + e0 + v);
-        }
-        if (x.sums) store(x.sums + i * W, y);
-      }
-      asm volatile("" ::: "memory");
-      load_block(block);
-    }
-    if (x.scores) {
-      split_columns(x.V + e0, x.N.size, C, valid_first, valid_last, V);
-      multiply_block(scores, 0, kTile, V, C);
-    }
-    store_block(block);
-    for (int i = first; i < last; i++)
-      for (int v = 0; v < NW; v += W) {
-        float* to = x.to + i * x.stride + e0 + v;
-        const vf y = load(block + i * C + v) * (x.last_scale ? x.last_scale[i] : 1);
-        store(to, x.accumulate ? load(to) + y : y);
-      }
+    for (int v = 0; v < NV; v++) y[v] *= last_scale[i * last_step];
+    for (int v = 0; x.accumulate && v < NV; v++) y[v] += load(to + v * W);
+    for (int v = 0; v < NV; v++) store(to + v * W, y[v]);
   }
 }
 
-void multiply(const Product& x) {
-  if (x.finite || !x.scores) return multiply_rows(x, 0, x.rows, 0, x.rows);
-  for (int i = 0; i < x.rows; i++) multiply_rows(x, i, i + 1, x.transposed ? i : 0, x.transposed ? x.rows : i + 1);
+// Rows first .. last - 1 of the result; valid_first .. valid_last - 1: the rows of V that they use. missing: the scores, if
+// they are still to be computed, with the A of x
+void multiply_rows(const Product& x, const Scores* missing, int first, int last, int valid_first, int valid_last,
+                   Prefetcher& ahead) {
+  const int K = x.K.size;
+  Split<C * kMaxRow> A;
+  Split<C * C> scores, V;
+  alignas(64) float block[C * C], A_S[C * C];
+  const bool apart = x.S && (x.scale || x.sums);
+  if (x.S || missing) split_rows(x.A, x.rows * K / 32, ~0u, A);
+  if (missing) multiply_scores(*missing, A);
+  if (x.scores && x.transposed) transpose(x.scores, x.rows, C, block);
+  if (x.scores) split_rows(x.transposed ? block : x.scores, x.rows, first_of_row(x.rows), scores);
+  for (int e0 = 0; e0 < x.N.size; e0 += NW) {
+    if (x.scores) split_columns(x.V + e0, x.N.size, C, valid_first, valid_last, V);
+    ahead.fetch_some();
+    zero_block();
+    if (x.S) multiply_panel(A, x.S + e0 * K, K);
+    if (apart) {
+      store_block(A_S);
+      zero_block();
+    }
+    ahead.fetch_some();
+    if (x.scores) multiply_block(scores, 0, kTile, V, C);
+    store_block(block);
+    finish_panel(x, e0, first, last, apart ? A_S : nullptr, block);
+  }
+}
+void multiply(const Product& x, Prefetcher& ahead, const Scores* missing = nullptr) {
+  if (x.finite || !x.scores) return multiply_rows(x, missing, 0, x.rows, 0, x.rows, ahead);
+  if (missing) tiles::multiply_scores(*missing, ahead);
+  for (int i = 0; i < x.rows; i++)
+    multiply_rows(x, nullptr, i, i + 1, x.transposed ? i : 0, x.transposed ? x.rows : i + 1, ahead);
 }
 
+// One block of 32 x 32 numbers of the new state, from number `at` on. added: the block B^T V
+void finish_update(const Update x, int at, const float* added) {
+  const float* from = (x.from ? x.from : x.S) + at;
+  float* to = x.S + at;
+  for (int i = 0; i < NW * NW; i += W)
+    store(to + i, x.fresh ? load(added + i) : x.factor(load(from + i), load(added + i)));
+}
 void update(const Update& x, Prefetcher& ahead) {
   if (x.whole || !x.rows) return linrope::update(x, ahead);
-  alignas(64) float B_t[kMaxRow * C], block[C * C];
+  const int K = x.K.size;
+  alignas(64) float transposed[kMaxRow * C], block[C * C];
   Split<kMaxRow * C> B;
   Split<C * C> V;
-  transpose(x.B, x.rows, x.K.size, B_t);
-  split_rows(B_t, x.K.size, first_of_row(x.rows), B);
+  if (!x.B_t) transpose(x.B, x.rows, K, transposed);
+  split_rows(x.B_t ? x.B_t : transposed, K, first_of_row(x.rows), B);
   for (int e0 = 0; e0 < x.N.size; e0 += NW) {
     split_columns(x.V + e0, x.N.size, C, 0, x.rows, V);
-    for (int f0 = 0; f0 < x.K.size; f0 += NW) {
+    for (int f0 = 0; f0 < K; f0 += NW) {
+      ahead.fetch_some();
       zero_block();
       multiply_block(B, f0 * kTile, kTile, V, C);
       store_block(block);
-      const int at = e0 * x.K.size + f0 * NW;
-      const float* from = (x.from ? x.from : x.S) + at;
-      for (int i = 0; i < NW * NW; i += W) {
-        const vf added = load(block + i);
-        store(x.S + at + i, x.fresh ? added : x.factor(load(from + i), added));
-      }
+      finish_update(x, e0 * K + f0 * NW, block);
     }
   }
 }

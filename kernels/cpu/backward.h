@@ -314,7 +314,7 @@ struct Backward : Task {
     }
     if (query_heads || erases) {
       decay.transpose_keys(w.keys, rows, w.keys_t);
-      zero_to_multiple_of_four(w.u, rows, s.E);
+      zero_rest(w.u, rows, s.E);
       transpose(w.u, rows, s.E, w.u_t);
     }
     if (!want_z) return;

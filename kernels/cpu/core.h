@@ -271,6 +271,7 @@ struct Update {
   const float *whole = nullptr, *part = nullptr;
   bool in_columns = false;
   const float* from = nullptr;  // the state before, if it is not S
+  const float* B_t = nullptr;   // (K, NW): B transposed, if it is known. Only amx.h reads it
 };
 
 template <int M, int N> LINROPE_INLINE void update_block(const Update x, int f0, int e0) {
@@ -328,24 +329,32 @@ LINROPE_INLINE void transpose_blocks(const vf (&x)[4], vf (&y)[4]) {
   y[3] = __builtin_shufflevector(c, d, LINROPE_HIGH2);
 }
 
+// W / 4 pieces of four numbers each, `stride` numbers apart
+LINROPE_INLINE vf load_pieces(const float* p, int64_t stride) {
+  const auto piece = [&](int i) { return *(const v4*)(p + i * stride); };
+#if defined(__AVX2__)
+  const auto two = [&](int i) { return __builtin_shufflevector(piece(i), piece(i + 1), 0, 1, 2, 3, 4, 5, 6, 7); };
+#endif
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(two(0), two(2), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif defined(__AVX2__)
+  return two(0);
+#else
+  return piece(0);
+#endif
+}
+
 // The transpose of `count` rows of K numbers in panels (count/columns, K, columns), which start panel_size apart. Reads
-// up to three rows beyond the last.
+// the rows up to a multiple of W
 template <int columns>
 void transpose(const float* rows, int stride, int count, int K, float* panels, int panel_size) {
-  for (int j = 0; j < count; j += 4) {
+  for (int j = 0; j < count; j += W) {
     float* to = panels + j / columns * panel_size + j % columns;
-    for (int f = 0; f < K; f += W) {
+    for (int f = 0; f < K; f += 4) {
       vf x[4], y[4];
-      for (int i = 0; i < 4; i++) x[i] = load(rows + (j + i) * stride + f);
+      for (int i = 0; i < 4; i++) x[i] = load_pieces(rows + (j + i) * stride + f, 4 * stride);
       transpose_blocks(x, y);
-      const auto store_block = [&]<int block>() {
-        if constexpr (block < W / 4)
-          for (int i = 0; i < 4; i++) *(v4*)(to + (f + 4 * block + i) * columns) = quarter<block>(y[i]);
-      };
-      store_block.template operator()<0>();
-      store_block.template operator()<1>();
-      store_block.template operator()<2>();
-      store_block.template operator()<3>();
+      for (int i = 0; i < 4; i++) store(to + (f + i) * columns, y[i]);
     }
   }
 }

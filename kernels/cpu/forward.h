@@ -110,17 +110,18 @@ struct Forward : Task {
       dots(w.x, w.z, s.F, rows, s.F, w.scale);
       inverse_dens(w.scale, rows, w.scale);
     }
-    decay.scores(*this, w.hat, w.keys, w.keys_t, rows, nullptr, w.scores);
-    multiply({.rows = rows, .K = s.feature_row, .N = s.value_row, .A = decay.carried_from_start(w.hat, rows),
-              .S = fresh ? nullptr : S, .scale = decay.from_start_of_rows(), .scores = w.scores, .V = w.u, .finite = finite,
-              .last_scale = c.normalize ? w.scale : nullptr, .to = to.rows, .stride = to.stride});
+    decay.attend(*this, w.hat, w.keys, w.keys_t,
+                 {.rows = rows, .K = s.feature_row, .N = s.value_row, .S = fresh ? nullptr : S, .V = w.u, .finite = finite,
+                  .last_scale = c.normalize ? w.scale : nullptr, .to = to.rows, .stride = to.stride}, w.scores);
     to.write(s, out, t, rows);
   }
   // Makes S and z those before the next chunk
   void end_chunk(int rows) {
     scale_rows(w.u, rows, s.E, decay.to_end_of_rows());
     const float* writers = decay.carried_to_end(w.keys, rows);
-    update(decay.update({rows, s.feature_row, s.value_row, writers, w.u, S, fresh}, false, true));
+    Update next = decay.update({rows, s.feature_row, s.value_row, writers, w.u, S, fresh}, false, true);
+    if (query_heads || c.erase.data) next.B_t = w.keys_t;
+    update(next);
     if (want_z) decay.end_chunk(z_sum);
     fresh = false;
   }

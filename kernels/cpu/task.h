@@ -27,8 +27,14 @@ struct Task {
         amx(tiles::kAvailable && c.type != kFloat32 && span.end - span.begin > kChunk && s.feature_row.panel == NW &&
             s.value_row.panel == NW) {}
 
-  void multiply_scores(const Scores& x) const { amx ? tiles::multiply_scores(x) : linrope::multiply_scores(x, ahead); }
-  void multiply(const Product& x) const { amx ? tiles::multiply(x) : linrope::multiply(x, ahead); }
+  void multiply_scores(const Scores& x) const { amx ? tiles::multiply_scores(x, ahead) : linrope::multiply_scores(x, ahead); }
+  void multiply(const Product& x) const { amx ? tiles::multiply(x, ahead) : linrope::multiply(x, ahead); }
+  // The scores and a product with them, whose A is the same
+  void attend(const Scores& x, const Product& y) const {
+    if (amx) return tiles::multiply(y, ahead, &x);
+    linrope::multiply_scores(x, ahead);
+    linrope::multiply(y, ahead);
+  }
   void update(const Update& x) const { amx ? tiles::update(x, ahead) : linrope::update(x, ahead); }
 
   // Fetches the first `width` numbers of the rows of a chunk from `token` on, those that the span has
@@ -209,10 +215,8 @@ struct RunningSum {
   }
 };
 
-// Zeros the rows after the last up to a multiple of four: transpose reads blocks of four
-inline void zero_to_multiple_of_four(float* rows, int count, int K) {
-  if (count % 4) zero(rows + count * K, K * (4 - count % 4));
-}
+// Zeros the rows after the last that `transpose` reads
+inline void zero_rest(float* rows, int count, int K) { zero(rows + count * K, K * (round_up(count, W) - count)); }
 
 // The pieces of scratch memory that sweeps take
 struct Pieces {

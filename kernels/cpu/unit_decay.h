@@ -388,9 +388,9 @@ struct ChunkDecay {
   // Rows A, times e^(D_i) or e^(D_end - D_i) if that is per feature
   const float* carried_from_start(const float* A, int rows) const { return carried(A, rows, w.units.from_start); }
   const float* carried_to_end(const float* A, int rows) const { return carried(A, rows, w.units.to_end); }
-  // Makes K_t of keys K, for `scores`. Rows after the last, up to a multiple of four, become zero
+  // Makes K_t of keys K, for `scores`. Rows after the last, up to a multiple of W, become zero
   void transpose_keys(float* K, int rows, float* K_t) const {
-    zero_to_multiple_of_four(K, rows, s.F);
+    zero_rest(K, rows, s.F);
     if (per_unit) w.units.set_keys(K);
     else transpose(K, rows, s.F, K_t);
   }
@@ -399,6 +399,15 @@ struct ChunkDecay {
               float* to) const {
     if (per_unit) w.units.scores(A, K, scale, to);
     else task.multiply_scores({rows, s.feature_row, A, K_t, scalar.between(), scale, to});
+  }
+  // x: scale o (A S) + scores V, with those scores of A and K, and with A decayed from the chunk's start
+  void attend(const Task& task, const float* A, const float* K, const float* K_t, Product x, float* to) const {
+    x.A = carried_from_start(A, x.rows);
+    x.scale = from_start_of_rows();
+    x.scores = to;
+    if (!per_unit) return task.attend({x.rows, s.feature_row, A, K_t, scalar.between(), nullptr, to}, x);
+    w.units.scores(A, K, nullptr, to);
+    task.multiply(x);
   }
   // The state after the chunk, S = e^(D_end) S + B^T V, with features as rows or as columns of S. Without `first` S has
   // decayed already

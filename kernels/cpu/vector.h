@@ -48,13 +48,22 @@ inline vf splat(float x) { return x - vf{}; }
 inline vf load(const float* p) { return *(const vfu*)p; }
 inline void store(float* p, vf x) { *(vfu*)p = x; }
 
-inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(*(const vh*)p, vu) << 16); }
+// The 16 bits of each lane. GCC 12 would convert a vector of AVX-512 in two halves
+#if defined(__AVX512F__)
+inline vu widen(const vh* p) { return (vu)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i*)p)); }
+inline void narrow(vu x, vh* p) { _mm256_storeu_si256((__m256i*)p, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)x)); }
+#else
+inline vu widen(const vh* p) { return __builtin_convertvector(*p, vu); }
+inline void narrow(vu x, vh* p) { *p = __builtin_convertvector(x, vh); }
+#endif
+
+inline vf load(const bf16* p) { return (vf)(widen((const vh*)p) << 16); }
 // The upper 16 bits of each lane are x rounded to nearest even; NaN stays NaN
 LINROPE_INLINE vu round_to_bf16(vf x) {
   const vu u = (vu)x;
   return x == x ? u + 0x7fff + ((u >> 16) & 1) : u | 0x400000;
 }
-inline void store(bf16* p, vf x) { *(vh*)p = __builtin_convertvector(round_to_bf16(x) >> 16, vh); }
+inline void store(bf16* p, vf x) { narrow(round_to_bf16(x) >> 16, (vh*)p); }
 
 #if defined(__AVX512F__)
 inline vf load(const fp16* p) { return (vf)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)p)); }
@@ -188,7 +197,7 @@ struct Silu {  // y = x s with s = sigmoid(x), and dy/dx; minus infinity gives -
 
 LINROPE_INLINE vf apply(int map, vf x) {
   switch (map) {
-    case kElu1: return largest(x, 0.0f) + exponential(smallest(x, 0.0f));
+    case kElu1: return largest(x, 0.0f) + exponential_within(largest(smallest(x, 0.0f), -104.0f));
     case kRelu: return largest(x, 0.0f);
     case kRelu2: x = largest(x, 0.0f); return x * x;
     case kExp: return exponential(x);
