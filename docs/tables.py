@@ -26,6 +26,7 @@ OPTIONS = {
     "erase": "`erase`",
     "packed": "packed sequences of 128",
     "bfloat16": "bfloat16",
+    "two threads": "two threads",
 }
 CONDITIONS = {  # what the names of files end with
     "": "float32, one thread",

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import os
 import platform
 import subprocess
 from collections.abc import Callable, Mapping
@@ -202,7 +203,7 @@ def growth(sizes: Case, short: int, long: int, effort: Effort) -> dict[str, Any]
 
 
 def extra_costs(n: int, effort: Effort) -> dict[str, Any]:
-    """Times with decay, gates, steps, erase, packing, and in bfloat16, divided by the time of the plain call."""
+    """Times with decay, gates, steps, erase, packing, in bfloat16, with two threads, divided by the plain call's."""
     case, half = AttentionCase(n), AttentionCase(n, dtype=torch.bfloat16)
     half.check()
     variants: dict[str, tuple[AttentionCase, Callable[[], Tensor]]] = {"plain": (case, case.linrope)}
@@ -217,7 +218,25 @@ def extra_costs(n: int, effort: Effort) -> dict[str, Any]:
         runs = {name: partial(getattr(inputs, mode), attend) for name, (inputs, attend) in variants.items()}
         seconds = effort.seconds(runs, "cpu")
         costs[mode] = {name: x / seconds["plain"] for name, x in seconds.items() if name != "plain"}
+        if (os.cpu_count() or 1) > 1:
+            costs[mode]["two threads"] = _two_threads(partial(getattr(case, mode), case.linrope), effort)
     return costs
+
+
+def _two_threads(call: Callable[[], Any], effort: Effort) -> float:
+    """The time of a call with two threads divided by that with one, both in wall time."""
+
+    def run(threads: int) -> None:
+        torch.set_num_threads(threads)
+        call()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # with one, the thread's CPU time would be measured
+    try:
+        seconds = effort.seconds({str(count): partial(run, count) for count in (1, 2)}, "cpu")
+    finally:
+        torch.set_num_threads(threads)
+    return seconds["2"] / seconds["1"]
 
 
 def decode_rows(sizes: Case, positions: list[int], effort: Effort) -> list[dict[str, Any]]:
