@@ -96,7 +96,9 @@ def memory() -> str:
 
 def options() -> str:
     costs = newest("cpu")["costs"]["training"]
-    return table("option | time", ([words, f"{costs[name]:.2f}"] for name, words in OPTIONS.items()))
+    return table(
+        "option | time", ([words, f"{costs[name]:.2f}"] for name, words in OPTIONS.items() if name in costs)
+    )
 
 
 def models() -> str:

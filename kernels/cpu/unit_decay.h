@@ -400,13 +400,14 @@ struct ChunkDecay {
     if (per_unit) w.units.scores(A, K, scale, to);
     else task.multiply_scores({rows, s.feature_row, A, K_t, scalar.between(), scale, to});
   }
-  // x: scale o (A S) + scores V, with those scores of A and K, and with A decayed from the chunk's start
+  // The product x, whose A, scale and scores are set here: the scores are those of A and K, and go to `to`. What A reads
+  // from the state has decayed from the chunk's start
   void attend(const Task& task, const float* A, const float* K, const float* K_t, Product x, float* to) const {
     x.A = carried_from_start(A, x.rows);
     x.scale = from_start_of_rows();
     x.scores = to;
     if (!per_unit) return task.attend({x.rows, s.feature_row, A, K_t, scalar.between(), nullptr, to}, x);
-    w.units.scores(A, K, nullptr, to);
+    scores(task, A, K, K_t, x.rows, nullptr, to);
     task.multiply(x);
   }
   // The state after the chunk, S = e^(D_end) S + B^T V, with features as rows or as columns of S. Without `first` S has

@@ -48,7 +48,7 @@ inline vf splat(float x) { return x - vf{}; }
 inline vf load(const float* p) { return *(const vfu*)p; }
 inline void store(float* p, vf x) { *(vfu*)p = x; }
 
-// The 16 bits of each lane. GCC 12 would convert a vector of AVX-512 in two halves
+// 16-bit numbers to 32-bit lanes, and the lower 16 bits of each lane. On AVX-512 GCC 12 would convert each half by itself
 #if defined(__AVX512F__)
 inline vu widen(const vh* p) { return (vu)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i*)p)); }
 inline void narrow(vu x, vh* p) { _mm256_storeu_si256((__m256i*)p, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)x)); }
@@ -73,7 +73,7 @@ inline vf load(const fp16* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((cons
 inline void store(fp16* p, vf x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, 0)); }
 #else
 inline vf load(const fp16* p) {
-  const vu u = __builtin_convertvector(*(const vh*)p, vu), magnitude = u & 0x7fff;
+  const vu u = widen((const vh*)p), magnitude = u & 0x7fff;
   // The exponent's bias changes from 15 to 127. Subnormal numbers are integers times 2^-24; infinity and NaN keep an
   // exponent of all ones.
   const vu normal = (magnitude << 13) + (112u << 23);
@@ -90,7 +90,7 @@ inline void store(fp16* p, vf x) {  // to nearest even
   vu y = magnitude < 0x38800000u ? small : normal;
   y = magnitude >= 0x477ff000u ? vu{} + 0x7c00 : y;
   y = magnitude > 0x7f800000u ? vu{} + 0x7e00 : y;
-  *(vh*)p = __builtin_convertvector(y | sign, vh);
+  narrow(y | sign, (vh*)p);
 }
 #endif
 
