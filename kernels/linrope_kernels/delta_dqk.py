@@ -13,6 +13,7 @@ from linrope_kernels.memory import (
     Rows,
     load_values,
     program_of,
+    segment_span,
     store_angle_gradients,
     store_values,
 )
@@ -150,6 +151,9 @@ def delta_dqk_kernel(
     block, segment, bg = program_of(BLOCKS, chunks)
     batch, kv_head = (bg // g).to(tl.int64), (bg % g).to(tl.int64)
     state_index = bg.to(tl.int64) * chunks + segment
+    first, end, _ = segment_span(keys.spans, segment, C, n)
+    if first >= end:  # nothing is stored, and no state may be its own
+        return
     first, last, chunk = chunk_of(keys, segment, batch, kv_head, n, C)
     w0, i, j = block * W, tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     f, columns = 2 * w0 + tl.arange(0, 2 * W), unit_columns(w0, UNITS, PAIRS)

@@ -109,6 +109,8 @@ def log_decay_kernel(
     _, segment, bg = program_of(1, segments)
     batch, kv_head = (bg // g).to(tl.int64), (bg % g).to(tl.int64)
     first, end, sequence = segment_span(SPANS, segment, C, m)
+    if first >= end:  # nothing is stored, and no boundary may be its own
+        return
     rows = first + tl.arange(0, C)
     inside = rows < end
     token = (batch * m + rows) * g + kv_head
@@ -123,7 +125,7 @@ def log_decay_kernel(
     PRODUCTS += (bg.to(tl.int64) * boundaries + segment + sequence) * BLOCKS + blocks
     low = tl.sum(tl.load(PRODUCTS, mask=blocks < BLOCKS, other=0), 0)
     high = tl.sum(tl.load(PRODUCTS + BLOCKS, mask=blocks < BLOCKS, other=0), 0)
-    missing = (high - low - tl.sum(x, 0)) / tl.maximum(end - first, 1)
+    missing = (high - low - tl.sum(x, 0)) / (end - first)
     d_log = low + (tl.cumsum(x, 0) - x) + missing * (rows - first)
     a = load_per_token(log, Chunk(batch, kv_head, rows, inside))
     d_log = tl.where(a < MIN_LOG_DECAY, 0.0, d_log)  # lower gates are clamped to it

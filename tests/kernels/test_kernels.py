@@ -100,6 +100,28 @@ def test_gradients_of_gates_over_many_anchors(packed: bool, monkeypatch: pytest.
     check(triton, q, k, v, random_state(k, v, how), key_mask=mask, **how)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="only NumPy says what is computed and not stored")
+@pytest.mark.parametrize("how", [{}, {"erase": torch.ones(1, 20, 1), "normalize": False, "feature_map": "unit"}])
+def test_programs_without_tokens_do_not_compute_with_fresh_memory(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed calls may start more programs than they have segments. NumPy's warning is an error."""
+    empty = torch.Tensor.new_empty
+
+    def filled(x: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
+        fresh = empty(x, *shape, **options)
+        return fresh.fill_(torch.finfo(fresh.dtype).max) if fresh.is_floating_point() else fresh
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+    inputs = [x.requires_grad_() for x in randoms(1, 20, 1, 16, dtype=torch.float32)]
+    gates = torch.full((1, 20, 1), -0.1, requires_grad=True)
+    bounds = torch.tensor([0, 5, 5, 20])
+    out = linear_rope_attention(*inputs, log_decay=gates, cu_seqlens=bounds, backend="triton", **how)
+    out.sum().backward()
+    for x in (out, *(x.grad for x in (*inputs, gates))):
+        assert x is not None and x.isfinite().all()
+
+
 def test_nothing_is_saved_without_gradients_and_little_with_them() -> None:
     q, k, v = randoms(1, 100, 8, 16, dtype=torch.float32)  # the table of angles is shared by all heads
     saved: list[torch.Tensor] = []
