@@ -12,6 +12,7 @@ from linrope_kernels import tiles
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import triton as backend
+from linrope.feature_maps import UnitMap
 from linrope.ops import convolve_parts, forget_and_write_gates, gated_norm
 from tests.kernels.without_gpu import recorded, registers_and_spills
 
@@ -92,7 +93,7 @@ def delta_forms() -> None:
     delta_rule(
         b=1, units=0, cu_seqlens=torch.tensor([0, 30, 130]), rotary=Rotary(64, layout="half", rotary_dim=24)
     )
-    delta_rule(units=None, rotary=None, feature_map="silu", e=40)
+    delta_rule(units=None, rotary=None, feature_map=UnitMap(64, "silu"), e=40)
     delta_rule(
         erase=None,
         write=None,
