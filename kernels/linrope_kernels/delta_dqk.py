@@ -152,7 +152,7 @@ def delta_dqk_kernel(
     batch, kv_head = (bg // g).to(tl.int64), (bg % g).to(tl.int64)
     state_index = bg.to(tl.int64) * chunks + segment
     first, end, _ = segment_span(keys.spans, segment, C, n)
-    if first >= end:  # nothing is stored, and no state may be its own
+    if first >= end:  # no token: there is nothing to store, and its states are not written
         return
     first, last, chunk = chunk_of(keys, segment, batch, kv_head, n, C)
     w0, i, j = block * W, tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
