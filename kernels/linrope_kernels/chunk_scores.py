@@ -71,10 +71,10 @@ def levels(C: int) -> int:
 
 @triton.jit
 def chunk_of(keys, segment, batch, kv_head, n, C: tl.constexpr):
-    """A chunk's first token, its last, and its rows of a key/value head; 0 and 0 for a chunk without tokens."""
+    """A chunk's first token, its last, and its rows of a key/value head. Without tokens the last precedes the first."""
     first, end, _ = segment_span(keys.spans, segment, C, n)
     rows = first + tl.arange(0, C)
-    return first, tl.maximum(end - 1, 0), Chunk(batch, kv_head, rows, rows < end)
+    return first, end - 1, Chunk(batch, kv_head, rows, rows < end)
 
 
 @triton.jit
@@ -138,6 +138,8 @@ def chunk_scores_kernel(
     _, segment, bg = program_of(1, chunks)
     batch, kv_head = (bg // g).to(tl.int64), (bg % g).to(tl.int64)
     first, last, chunk = chunk_of(keys, segment, batch, kv_head, n, C)
+    if first > last:
+        return
     i = tl.arange(0, C)
     kk = tl.zeros([C, C], tl.float32)
     for r in range(group):

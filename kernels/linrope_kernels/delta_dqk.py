@@ -13,7 +13,6 @@ from linrope_kernels.memory import (
     Rows,
     load_values,
     program_of,
-    segment_span,
     store_angle_gradients,
     store_values,
 )
@@ -151,10 +150,9 @@ def delta_dqk_kernel(
     block, segment, bg = program_of(BLOCKS, chunks)
     batch, kv_head = (bg // g).to(tl.int64), (bg % g).to(tl.int64)
     state_index = bg.to(tl.int64) * chunks + segment
-    first, end, _ = segment_span(keys.spans, segment, C, n)
-    if first >= end:  # no token: there is nothing to store, and its states are not written
-        return
     first, last, chunk = chunk_of(keys, segment, batch, kv_head, n, C)
+    if first > last:  # nothing has been written to its states
+        return
     w0, i, j = block * W, tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     f, columns = 2 * w0 + tl.arange(0, 2 * W), unit_columns(w0, UNITS, PAIRS)
     token = (batch * n + chunk.rows) * g + kv_head

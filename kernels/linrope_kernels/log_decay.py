@@ -109,7 +109,7 @@ def log_decay_kernel(
     _, segment, bg = program_of(1, segments)
     batch, kv_head = (bg // g).to(tl.int64), (bg % g).to(tl.int64)
     first, end, sequence = segment_span(SPANS, segment, C, m)
-    if first >= end:  # no token: there is nothing to store, and PRODUCTS may not be written
+    if first >= end:  # no token: nothing may have been written to its PRODUCTS
         return
     rows = first + tl.arange(0, C)
     inside = rows < end
