@@ -18,7 +18,7 @@ from linrope import backends
 from linrope.common.argument_checks import expected_one_of
 from linrope.common.private_names import forward_behind_hooks
 from linrope.decode.with_cache import CACHES
-from linrope.integrations.transformers import delta_rule, mamba2, minimax, packing, refusals, shared
+from linrope.integrations.transformers import delta_rule, mamba2, minimax, packing, past, refusals, shared
 
 MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
 GATED_DELTA_NET = ("lara_mini", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp")
@@ -44,11 +44,11 @@ _Function = Callable[..., Any]
 
 
 class _Target(NamedTuple):
-    """A function of transformers that enable() replaces."""
+    """A function, method or flag of transformers that enable() replaces."""
 
     owner: Any  # a module or a class
     name: str
-    make: Callable[[_Function], _Function]  # the replacement, from transformers' function
+    make: Callable[[Any], Any]  # the replacement, from transformers' own
     like: _Function | None  # has the parameters that transformers' function must have
     computes: str | None = None  # what linrope computes, in words for ``replaced``
 
@@ -231,11 +231,7 @@ def _uses(module: nn.Module, owner: Any, name: str) -> bool:
     if not isinstance(owner, ModuleType):
         function = getattr(forward_behind_hooks(module), "__func__", None)
         return isinstance(module, owner) and function is getattr(owner, name)
-    kinds = [x for x in type(module).__mro__ if x.__module__ == owner.__name__]
-    methods = [
-        inspect.unwrap(x) for kind in kinds for x in vars(kind).values() if isinstance(x, FunctionType)
-    ]
-    return any(name in method.__code__.co_names for method in methods)
+    return any(_calls(x, name) for x in type(module).__mro__ if x.__module__ == owner.__name__)
 
 
 def _check_families(families: tuple[object, ...]) -> None:
@@ -315,11 +311,20 @@ def _targets(family: str) -> list[_Target]:
         norms = [x for name, x in vars(module).items() if name.endswith("RMSNormGated")]
         targets += [_target(module, name, *function) for name, function in _FUNCTIONS[family].items()]
         targets += [_target(x, "forward", norm, refusals.norm, "gated norm") for x in norms]
+        mixers = [x for x in classes.values() if _calls(x, "update_recurrent_state")]
+        if mixers:  # transformers goes back in convolutions, not in recurrences
+            targets += [_Target(*x, like=None) for x in past.targets(mixers, classes.values())]
     if family == "mamba2":
         targets += [_Target(module.Mamba2ForCausalLM, "forward", packing.forward_with_head, None)]
     for target in targets:
         _check_signature(target)
     return targets
+
+
+def _calls(kind: type, name: str) -> bool:
+    """True if a method of the class itself calls a function or method of this name."""
+    methods = [inspect.unwrap(x) for x in vars(kind).values() if isinstance(x, FunctionType)]
+    return any(name in method.__code__.co_names for method in methods)
 
 
 def _reads_tokens(model: type) -> bool:
@@ -341,11 +346,11 @@ def _check_signature(target: _Target) -> None:
     owner, name = target.owner, target.name
     version = f"transformers {sys.modules['transformers'].__version__}"
     where = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
-    if not callable(original := getattr(owner, name, None)):
+    if not hasattr(owner, name):
         raise RuntimeError(f"{version}: {where} has no {name}")
     if target.like is None:
         return
-    got, expected = _named(original), _named(target.like)
+    got, expected = _named(getattr(owner, name)), _named(target.like)
     if got != expected:
         raise RuntimeError(
             f"{version}: {where}.{name} has the parameters {', '.join(got)}; expected {', '.join(expected)}"

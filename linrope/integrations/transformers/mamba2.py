@@ -49,14 +49,15 @@ def mamba2_chunk_scan(
         B.to(wide),
         x,
         Gates(log_decay=A.to(wide) * steps, write=steps),
-        before=None if initial_states is None else initial_states.mT,
+        before=initial_states,
         return_state=return_final_states,
+        swapped=True,
         seq_idx=seq_idx,
         cu_seqlens=cu_seqlens,
     )
     if D is not None:
         out = gated_norm(out, v=x, skip=D.to(wide)).view(x.shape)
-    return out if last is None else (out, last.mT)
+    return out if last is None else (out, last)
 
 
 def mamba2_selective_state_update(

@@ -10,6 +10,7 @@ from torch import Tensor
 from linrope import backends
 from linrope.backends.native import MAX_DIM
 from linrope.common.tracing import exporting
+from linrope.integrations.transformers.past import recording_layer
 from linrope.integrations.transformers.shared import ACTIVATIONS, SILU
 from linrope.ops.convolution import MAX_TAPS
 
@@ -94,7 +95,7 @@ def convolution(
 def update(
     hidden_states: Tensor, conv_state: Tensor, weight: Tensor, *arguments: Any, **options: Any
 ) -> str | None:
-    if conv_state.shape[-1] < weight.shape[-1] - 1:
+    if recording_layer() is None and conv_state.shape[-1] < weight.shape[-1] - 1:
         return f"a state of {conv_state.shape[-1]} columns for {weight.shape[-1]} taps"
     return convolution(hidden_states, weight, *arguments, **options)
 

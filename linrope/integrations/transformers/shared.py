@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from linrope.feature_maps import FeatureMap
+from linrope.integrations.transformers.past import record, recording_layer
 from linrope.operation.from_sums import state_from_sums
 from linrope.operation.functional import linear_rope_attention
 from linrope.ops import convolve, gated_norm
@@ -51,17 +52,20 @@ def attend(
     *,
     before: Tensor | None,
     return_state: bool,
+    swapped: bool = False,
     feature_map: FeatureMap | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """linear_rope_attention without a normalizer: out (b, n, h, p) and, if wanted, the sums after the last token.
 
-    before: a cache's sums (b, h, s, p). seq_idx (b, n) or cu_seqlens (sequences + 1,) pack sequences into rows. The
-    sums are then (sequences, h, s, p), after each sequence's last token.
+    before: a cache's sums (b, h, s, p), or (b, h, p, s) if swapped, as are the sums returned. seq_idx (b, n) or
+    cu_seqlens (sequences + 1,) pack sequences into rows. There is then a row of sums after each sequence's last token.
     """
     rows = v.shape[:2]
     state = None
+    before = before.mT if swapped and before is not None else before
+    _record(before, k, v, gates, swapped, feature_map)
     if before is not None:
         wide = torch.promote_types(v.dtype, torch.float32)
         state = state_before(before, wide, requires_gradients(q, k, v, *gates), feature_map)
@@ -81,7 +85,18 @@ def attend(
         **gates._asdict(),
     )
     out, last = result if isinstance(result, tuple) else (result, None)
-    return out.view(*rows, *out.shape[2:]), None if last is None else last.kv
+    out = out.view(*rows, *out.shape[2:])
+    if last is None:
+        return out, None
+    return out, last.kv.mT if swapped else last.kv
+
+
+def _record(
+    before: Tensor | None, k: Tensor, v: Tensor, gates: Gates, swapped: bool, feature_map: FeatureMap | None
+) -> None:
+    per_token = {"k": k, "v": v, **gates._asdict()}
+    decay = per_token.pop("decay")
+    record(before, swapped, per_token, decay=decay, feature_map=feature_map)
 
 
 def _in_one_row(x: Tensor) -> Tensor:
@@ -107,6 +122,7 @@ def attend_in_place(
     cached: (b, h, s, p), or (b, h, p, s) if swapped.
     """
     kv = cached.mT if swapped else cached
+    _record(kv, k, v, gates, swapped, feature_map)
     compiling = torch.compiler.is_compiling()
     gradients = requires_gradients(cached, q, k, v, *gates)
     if gradients:
@@ -161,6 +177,10 @@ def causal_conv1d_update(
     conv_state then holds its last columns and these tokens. Sums are float32 or wider.
     """
     n, taps, columns = hidden_states.shape[-1], weight.shape[-1], conv_state.shape[-1]
+    if (layer := recording_layer()) is not None:  # the cache's tensor grows until it is cropped
+        index = next(i for i, x in layer.conv_states.items() if x is conv_state)
+        inputs = layer.update_conv_state(hidden_states, index)
+        return causal_conv1d_fn(inputs, weight, bias, activation)[..., -n:]
     first = columns - max(columns - n, taps - 1)
     inputs = torch.cat((conv_state[..., first:], hidden_states), -1)  # the backward pass reads this copy
     conv_state.copy_(inputs[..., inputs.shape[-1] - columns :])

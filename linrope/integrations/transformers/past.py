@@ -1,0 +1,191 @@
+"""Going back: the sums of a recurrent layer after fewer tokens, which ``cache.crop`` needs after a rejected draft.
+
+    S_j = the recurrence over k_1 .. k_j, v_1 .. v_j and their gates, from the sums S_0 before them
+
+A cache that records its past (``cache.activate_past_recording()``, which assisted generation calls) keeps S_0 and these
+tokens' inputs since the last crop. ``crop(-m)`` of n tokens computes S_(n - m) from them, without reading a weight.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.decode.with_cache import CACHES
+from linrope.operation.from_sums import state_from_sums
+from linrope.operation.functional import linear_rope_attention
+from linrope.recurrence.state import LinearAttentionState
+
+LONGEST = 256  # tokens that can be removed at least, if as many were read: more than a draft has
+_ATTRIBUTE = "linrope_past"  # of a cache's layer
+
+
+class Past:
+    """The tokens that a layer has read since the last crop.
+
+    Args:
+        swapped: the cache's sums are (b, h, p, s), not (b, h, s, p).
+        constants: arguments of ``linear_rope_attention`` that are the same for all tokens.
+    """
+
+    def __init__(self, swapped: bool, constants: Mapping[str, Any]) -> None:
+        self.swapped, self.constants = swapped, constants
+        self.before: Tensor | None = None  # (b, h, s, p); None: zeros
+        self.calls: list[dict[str, Tensor]] = []  # by argument, each (b, n, ..)
+
+    @property
+    def tokens(self) -> int:
+        return sum(call["v"].shape[1] for call in self.calls)
+
+    def add(self, before: Tensor | None, tokens: dict[str, Tensor]) -> None:
+        """Adds the tokens of a call. before: the sums before them, which the caller may overwrite later."""
+        if not self.calls:
+            self.before = None if before is None else before.clone()
+        self.calls.append(tokens)
+        if (surplus := self.tokens - LONGEST) > LONGEST:
+            self.before, inputs = self.sums(surplus), self._joined()
+            self.calls = [{name: x[:, surplus:].clone() for name, x in inputs.items()}]
+
+    def sums(self, count: int) -> Tensor | None:
+        """(b, h, s, p) after the first tokens, as many as count. None: zeros."""
+        if count == 0:
+            return self.before
+        inputs = {name: x[:, :count] for name, x in self._joined().items()}
+        options = {**self.constants, **inputs, "normalize": False, "return_state": True}
+        before = self.before
+        if before is not None:
+            options["state"] = state_from_sums(before, feature_map=self.constants["feature_map"])
+        after: LinearAttentionState
+        _, after = linear_rope_attention(q=inputs["k"], **options)  # the queries change no sums
+        return after.kv
+
+    def _joined(self) -> dict[str, Tensor]:
+        if len(self.calls) == 1:
+            return self.calls[0]
+        return {name: torch.cat([call[name] for call in self.calls], 1) for name in self.calls[0]}
+
+
+# The layer of a recording cache whose mixer runs now
+_layer: ContextVar[Any] = ContextVar("linrope_recording_layer", default=None)
+
+
+def recording_layer() -> Any:
+    """The layer of the cache that records the present call; None: no cache does."""
+    return None if torch.compiler.is_compiling() else _layer.get()
+
+
+def record(
+    before: Tensor | None, swapped: bool, tokens: Mapping[str, Tensor | None], **constants: Any
+) -> None:
+    """Records the tokens of a call, if a cache records it. Gradients are not: the backward pass needs the states."""
+    layer = recording_layer()
+    given = {name: x for name, x in tokens.items() if x is not None}
+    if layer is None or (torch.is_grad_enabled() and any(x.requires_grad for x in given.values())):
+        return
+    past = getattr(layer, _ATTRIBUTE, None)
+    if past is None:
+        past = Past(swapped, constants)
+        setattr(layer, _ATTRIBUTE, past)
+    past.add(before, given)
+
+
+def targets(
+    mixers: Sequence[type], classes: Iterable[type]
+) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """What to replace, and the functions that make the replacements, for a family with these recurrent layers."""
+    yield from ((x, "forward", forward_of_mixer) for x in mixers)
+    # transformers refuses to draft tokens for such classes
+    yield from ((x, "_is_stateful", lambda _: False) for x in classes if vars(x).get("_is_stateful"))
+    layer: Any = import_module("transformers.cache_utils").LinearAttentionCacheLayerMixin
+    yield from ((layer, name, forget_past) for name in ("reorder_cache", "reset"))
+    yield layer, "crop", crop
+    yield layer, "is_croppable", is_croppable
+    yield import_module("transformers.generation").GenerationMixin, "_assisted_decoding", stop_recording
+
+
+def forward_of_mixer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``forward`` of a recurrent layer: tells ``record`` which layer of the cache it belongs to."""
+
+    @wraps(original)
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        given = [x for x in (*arguments, *(options.get(name) for name in CACHES)) if hasattr(x, "layers")]
+        layer = given[0].layers[self.layer_idx] if given else None
+        if not getattr(layer, "record_past", False):
+            return original(self, *arguments, **options)
+        token = _layer.set(layer)
+        try:
+            return original(self, *arguments, **options)
+        finally:
+            _layer.reset(token)
+
+    return forward
+
+
+def crop(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``crop`` of a cache's layer, which transformers' own does for the convolution alone."""
+
+    @wraps(original)
+    def call(self: Any, tokens_to_remove: int) -> None:
+        past, count = getattr(self, _ATTRIBUTE, None), -tokens_to_remove
+        recurrent = any(self.is_recurrent_states_initialized.values())
+        if recurrent and count > (have := 0 if past is None else past.tokens):
+            raise RuntimeError(
+                f"crop({tokens_to_remove}): got {count} tokens, expected at most {have}, those that linrope has "
+                "recorded since the last crop; call enable() and cache.activate_past_recording() before the model "
+                "reads them, under torch.no_grad()"
+            )
+        original(self, tokens_to_remove)
+        if past is None:
+            return
+        if count:
+            sums = past.sums(past.tokens - count)
+            state = self.recurrent_states[0]
+            if sums is None:
+                state.zero_()
+            else:
+                state.copy_(sums.mT if past.swapped else sums)
+        past.calls.clear()
+
+    return call
+
+
+def is_croppable(original: Any) -> property:
+    """``is_croppable`` of a cache's layer: true for recurrent states that linrope records."""
+
+    def croppable(self: Any) -> bool:
+        past = getattr(self, _ATTRIBUTE, None)
+        return bool(original.fget(self) or (self.record_past and past is not None))
+
+    return property(croppable)
+
+
+def forget_past(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method after which a cache's layer has other sequences."""
+
+    @wraps(original)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        setattr(self, _ATTRIBUTE, None)
+        return original(self, *arguments, **options)
+
+    return call
+
+
+def stop_recording(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Assisted decoding, after which its caller's cache stops recording: otherwise it would keep all later tokens."""
+
+    @wraps(original)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return original(*arguments, **options)
+        finally:
+            caches = [options[name] for name in CACHES if options.get(name) is not None]
+            for layer in (layer for cache in caches for layer in getattr(cache, "layers", ())):
+                if hasattr(layer, "conv_states"):
+                    layer.record_past = False
+                    setattr(layer, _ATTRIBUTE, None)
+
+    return call

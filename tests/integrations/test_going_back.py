@@ -1,0 +1,186 @@
+"""Caches of recurrent layers that are cropped, and generate() with drafts."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.generation import GenerationMixin
+
+from linrope.backends import native
+from linrope.integrations import transformers as linrope_transformers
+from linrope.integrations.transformers.past import LONGEST
+from tests.support.families import CACHE, CONFIGURATIONS, cache_of, model, relative, tokens
+
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+every_family = pytest.mark.parametrize("family", [x for x in CONFIGURATIONS if x != "minimax"])
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def recording_cache(family: str, net: nn.Module) -> dict[str, Any]:
+    cache = DynamicCache(config=net.config.get_text_config())  # type: ignore[operator, union-attr]
+    cache.activate_past_recording()
+    return {CACHE[family]: cache}
+
+
+def read(net: nn.Module, cache: dict[str, Any], ids: Tensor, rejected: Tensor) -> Tensor:
+    """The logits of ids, which end a call that reads rejected tokens too."""
+    result = net(torch.cat((ids, rejected), 1), use_cache=True, **cache)
+    cache_of(result).popitem()[1].crop(-rejected.shape[1])
+    return result.logits[:, : ids.shape[1]]
+
+
+def with_drafts(family: str, net: nn.Module, ids: Tensor, drafts: list[int]) -> Tensor:
+    """The logits of ids, read in pieces of 16, 3, 1, 1, 3 and 1 tokens, each with so many rejected tokens."""
+    cache = recording_cache(family, net)
+    pieces = ids.split([16, 3, 1, 1, 3, 1], 1)
+    return torch.cat(
+        [read(net, cache, x, tokens(len(ids), n, seed=n)) for x, n in zip(pieces, drafts, strict=True)], 1
+    )
+
+
+@every_family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_rejected_tokens_leave_no_trace(family: str, dtype: torch.dtype) -> None:
+    net, ids = model(family, dtype), tokens(1, 25)
+    with linrope_transformers.enable(family):
+        expected = with_drafts(family, net, ids, [0] * 6)
+        got = with_drafts(family, net, ids, [5, 2, 0, 4, 0, 1])
+    assert relative(got, expected) < (2e-5 if dtype == torch.float32 else 0.05)
+
+
+@every_family
+@torch.no_grad()
+def test_single_tokens_are_removed_as_a_draft_model_does(family: str) -> None:
+    net, ids = model(family), tokens(1, 24)
+
+    def after_singles(count: int) -> Tensor:
+        """The logits of the last tokens, after count single tokens have been removed again."""
+        cache = recording_cache(family, net)
+        net(ids[:, :13], use_cache=True, **cache)
+        for token in ids[:, 13 : 16 + count].split(1, 1):
+            result = net(token, use_cache=True, **cache)
+        cache_of(result).popitem()[1].crop(-count)
+        pieces = (ids[:, 16:18], *ids[:, 18:].split(1, 1))
+        return torch.cat([net(x, use_cache=True, **cache).logits for x in pieces], 1)
+
+    with linrope_transformers.enable(family):
+        assert relative(after_singles(4), after_singles(0)) < 2e-5
+
+
+@every_family
+def test_drafts_give_the_tokens_of_greedy_search(family: str) -> None:
+    """By prompt lookup, and by a model whose only difference is noise. Padding on the left."""
+    net = model(family)
+    prompt = tokens(1, 12).repeat(1, 2)
+    padded, mask = prompt.clone(), torch.ones_like(prompt)
+    padded[:, :5], mask[:, :5] = 0, 0
+    draft: Any = copy.deepcopy(net)
+    draft.generation_config.update(
+        num_assistant_tokens=4, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
+    )
+    with torch.no_grad():
+        for x in draft.parameters():
+            x.add_(torch.randn_like(x) * 0.05 * x.square().mean().sqrt())
+    drafts = [{"prompt_lookup_num_tokens": 4}]
+    if family != "mamba2":  # transformers asks a draft's cache for its length, which Mamba-2's does not know
+        drafts.append({"assistant_model": draft})
+    with linrope_transformers.enable(family):
+        for given in ({"inputs": prompt}, {"inputs": padded, "attention_mask": mask}):
+            options: dict[str, Any] = given | GREEDY | {"max_new_tokens": 20}
+            expected = net.generate(**options)  # type: ignore[operator]
+            for x in drafts:
+                assert torch.equal(net.generate(**options, **x), expected)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_5"])
+def test_sampled_tokens_are_drawn_from_the_model_s_own_logits(family: str) -> None:
+    net: Any = model(family)
+    with linrope_transformers.enable(family):
+        out = net.generate(
+            tokens(1, 12).repeat(1, 2), max_new_tokens=30, do_sample=True, temperature=0.7, top_k=3, eos_token_id=None,
+            prompt_lookup_num_tokens=5, return_dict_in_generate=True, output_logits=True, pad_token_id=0,
+        )  # fmt: skip
+        expected = net(out.sequences).logits[:, 23:-1].detach()
+    assert relative(torch.stack(out.logits, 1), expected) < 2e-5
+
+
+@torch.no_grad()
+def test_the_past_of_a_long_text_is_bounded() -> None:
+    family = "qwen3_5"
+    net, ids = model(family), tokens(1, 3 * LONGEST)
+    with linrope_transformers.enable(family):
+        cache = recording_cache(family, net)
+        for piece in ids.split((2 * LONGEST + 50, LONGEST - 51, 1), 1):
+            net(piece, use_cache=True, **cache)
+        (made,) = cache.values()
+        past = made.layers[0].linrope_past
+        assert LONGEST <= past.tokens <= 2 * LONGEST
+        assert sum(x.untyped_storage().nbytes() // x.nbytes for x in past.calls[0].values()) == len(
+            past.calls[0]
+        )
+        with pytest.raises(
+            RuntimeError, match=rf"got {past.tokens + 1} tokens, expected at most {past.tokens}"
+        ):
+            made.crop(-past.tokens - 1)
+        made.crop(-LONGEST)
+        got = net(ids[:, 2 * LONGEST : 2 * LONGEST + 9], use_cache=True, **cache).logits
+        expected = net(ids[:, : 2 * LONGEST + 9], use_cache=False, logits_to_keep=9).logits
+    assert relative(got, expected) < 2e-5
+
+
+@pytest.mark.parametrize("other", ["reorder_cache", "reset", "gradients", "transformers alone"])
+def test_a_cache_that_cannot_go_back_says_so(other: str) -> None:
+    family = "qwen3_5"
+    net, ids = model(family), tokens(1, 8)
+    with linrope_transformers.enable(family):
+        cache = recording_cache(family, net)
+        (made,) = cache.values()
+        if other == "transformers alone":
+            linrope_transformers.disable(family)
+        with torch.set_grad_enabled(other == "gradients"):
+            net(ids, use_cache=True, **cache)
+        linrope_transformers.enable(family)
+        if other == "reorder_cache":
+            made.reorder_cache(torch.tensor([0]))
+        elif other == "reset":
+            made.reset()
+        assert not made.is_croppable
+        with pytest.raises(
+            RuntimeError, match="got 2 tokens, expected at most 0, those that linrope has recorded"
+        ):
+            made.crop(-2)
+
+
+def test_a_cache_given_to_generate_records_no_more_afterwards() -> None:
+    net: Any = model("qwen3_5")
+    prompt = tokens(1, 12).repeat(1, 2)
+    cache = DynamicCache(config=net.config)
+    with linrope_transformers.enable("qwen3_5"):
+        options = GREEDY | {CACHE["qwen3_5"]: cache, "max_new_tokens": 8}
+        text = net.generate(prompt, prompt_lookup_num_tokens=4, **options)
+        assert not cache.layers[0].record_past
+        assert cache.layers[0].linrope_past is None
+        more = net.generate(text, **options)
+        expected = net.generate(prompt, **GREEDY, max_new_tokens=16)
+    assert torch.equal(more, expected)
+
+
+def test_disable_puts_everything_back() -> None:
+    kind = type(model("qwen3_5"))
+    names = ("crop", "is_croppable", "reset", "reorder_cache")
+    before = [getattr(LinearAttentionCacheLayerMixin, name) for name in names]
+    assert kind._is_stateful
+    with linrope_transformers.enable("qwen3_5", "mamba2"):
+        assert not kind._is_stateful
+        linrope_transformers.disable("mamba2")
+        assert LinearAttentionCacheLayerMixin.crop is not before[0]
+    assert kind._is_stateful
+    assert [getattr(LinearAttentionCacheLayerMixin, name) for name in names] == before
+    assert not hasattr(GenerationMixin._assisted_decoding, "__wrapped__")
+    with pytest.raises(ValueError, match="stateful"):
+        model("qwen3_5").generate(tokens(1, 8), prompt_lookup_num_tokens=3)  # type: ignore[operator]
