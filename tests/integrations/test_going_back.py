@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -16,7 +18,10 @@ from linrope.integrations.transformers.past import LONGEST
 from tests.support.families import CACHE, CONFIGURATIONS, cache_of, model, relative, tokens
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
-every_family = pytest.mark.parametrize("family", [x for x in CONFIGURATIONS if x != "minimax"])
+# The older Inkling loses its convolutions' past, and an older generate() finds no cache in Mamba-2.
+OLD = Version(transformers.__version__) < Version("5.24")
+BROKEN = ("inkling", "mamba2") if OLD else ()
+every_family = pytest.mark.parametrize("family", [x for x in CONFIGURATIONS if x not in ("minimax", *BROKEN)])
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 

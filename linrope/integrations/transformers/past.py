@@ -138,7 +138,10 @@ def crop(original: Callable[..., Any]) -> Callable[..., Any]:
                 "recorded since the last crop; call enable() and cache.activate_past_recording() before the model "
                 "reads them, under torch.no_grad()"
             )
-        original(self, tokens_to_remove)
+        if recurrent or any(
+            self.is_conv_states_initialized.values()
+        ):  # else the layer holds nothing, as an MLP's
+            original(self, tokens_to_remove)
         if past is None:
             return
         if count:
