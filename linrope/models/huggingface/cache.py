@@ -1,8 +1,8 @@
 """The cache of the Hugging Face models: one state per layer."""
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +16,46 @@ from linrope.models.huggingface.configuration import LinRopeConfig
 _FORMAT = "linrope.LinRopeCache"
 
 
+# Tokens that ``crop`` can remove at least, if as many were read: more than a draft has
+LONGEST = 256
+
+
+# The state after the first tokens of a call, as many as the number, from the state before it
+_StateAfter = Callable[[State | None, int], State]
+
+
+class _Call(NamedTuple):
+    """A call of a layer with a cache that records its past."""
+
+    tokens: int
+    before: State | None  # the state before it
+    after: _StateAfter | None  # None: it read one token
+
+
 class StateLayer:
-    """The state of one layer (None before the first token), with the methods that a Cache calls."""
+    """The state of one layer (None before the first token), with the methods that a Cache calls.
+
+    After ``activate_past_recording`` it keeps what ``crop`` needs to go back: the states before the last calls, and
+    their inputs, from which the layer computes the state in the midst of a call.
+    """
 
     is_compileable = False
-    is_croppable = False
     supports_early_init = False
 
     def __init__(self, state: State | None = None) -> None:
         self.state = state
+        self.record_past = False
+        self.past: list[_Call] = []
 
     def __repr__(self) -> str:
         return f"StateLayer({self.state})"
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.record_past
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
 
     def take(self) -> State | None:
         """Gives the state away, since nobody else holds it: decoding may overwrite its memory."""
@@ -35,10 +63,54 @@ class StateLayer:
             return self.state
         return self.state.donate()
 
+    def record(self, state: State | None, tokens: int, after: _StateAfter | None = None) -> State | None:
+        """Keeps a copy of the state before a call, and returns it. after: see _Call."""
+        before = state.clone() if isinstance(state, LayerState) else state  # others stay as they are
+        self.past.append(_Call(tokens, before, after))
+        while sum(call.tokens for call in self.past[1:]) >= LONGEST:
+            del self.past[0]
+        return before
+
+    def put(self, state: State | None) -> None:
+        """Replaces the state; while the past is recorded in its memory, for which a step may be prepared."""
+        old = self.state
+        in_place = self.record_past and not torch.is_grad_enabled()
+        if (
+            in_place
+            and isinstance(old, LayerState)
+            and isinstance(state, LayerState)
+            and not _is_read_only(old)
+        ):
+            old.write(state)
+        else:
+            self.state = state
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Goes back by -tokens_to_remove tokens, and forgets the past.
+
+        Raises RuntimeError if fewer have been recorded since the last crop.
+        """
+        count, recorded = -tokens_to_remove, sum(call.tokens for call in self.past)
+        if not 0 <= count <= recorded:
+            raise RuntimeError(
+                f"crop({tokens_to_remove}): expected 0 .. {-recorded}, the tokens recorded since the last crop; call "
+                "cache.activate_past_recording() before the model reads them, or keep a copy.deepcopy of the cache"
+            )
+        while count > 0:
+            call = self.past.pop()
+            count -= call.tokens
+            if count == 0 or call.after is None:
+                self.put(call.before)
+            elif count < 0:
+                self.put(call.after(call.before, -count))
+        self.past.clear()
+
     def reset(self) -> None:
         self.state = None
+        self.past.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.past.clear()
         self.state = None if self.state is None else self.state.reorder(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -48,15 +120,7 @@ class StateLayer:
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
             index = torch.arange(len(self.state.position), device=self.state.position.device)
-            self.state = self.state.reorder(index.repeat_interleave(repeats))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raises RuntimeError unless tokens_to_remove is 0: a state cannot be rolled back."""
-        if tokens_to_remove:
-            raise RuntimeError(
-                f"crop({tokens_to_remove}): a state sums all tokens, from which none can be removed; to go "
-                "back, keep a copy.deepcopy of the cache"
-            )
+            self.reorder_cache(index.repeat_interleave(repeats))
 
     def get_max_length(self) -> int:
         return -1
@@ -104,6 +168,17 @@ class LinRopeCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.length = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last -tokens_to_remove tokens, which ``activate_past_recording`` must precede."""
+        super().crop(tokens_to_remove)
+        self.length += tokens_to_remove
+
+    def stop_recording(self) -> None:
+        """Frees what ``activate_past_recording`` has kept, and ends it."""
+        for layer in self.layers:
+            layer.record_past = False
+            layer.past.clear()
 
     @property
     def batch_size(self) -> int:

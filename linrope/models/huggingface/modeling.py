@@ -25,10 +25,10 @@ from transformers.utils.output_capturing import capture_outputs
 from linrope.distributed.shard import Shard
 from linrope.layer.norm import RMSNorm, silu_product
 from linrope.layer.states import State
-from linrope.models.huggingface.cache import LinRopeCache, check_lengths
+from linrope.models.huggingface.cache import LONGEST, LinRopeCache, StateLayer, check_lengths
 from linrope.models.huggingface.cache_name import CACHE, NAMES, BaseOutput, CausalLMOutput, either_cache_name
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
-from linrope.models.huggingface.padding import count_positions, may_pad, read_rows
+from linrope.models.huggingface.padding import count_positions, may_pad, read_rows, span
 from linrope.models.huggingface.parallel import TP_HEAD
 from linrope.models.huggingface.prepared import step_of_generate, with_prepared_steps
 from linrope.models.huggingface.saving import auto_map, write_beside
@@ -66,25 +66,60 @@ class LinRopeLayer(GradientCheckpointingLayer):
         self.mlp = LinRopeMLP(config)
 
     def forward(
-        self, x: Tensor, *, state: State | None = None, return_state: bool = False, **tokens: Any
+        self,
+        x: Tensor,
+        *,
+        state: State | None = None,
+        return_state: bool = False,
+        past: StateLayer | None = None,
+        **tokens: Any,
     ) -> tuple[Tensor, State | None]:
         """x (b, n, hidden_size) -> the same shape, and the new state.
 
-        tokens: positions, key_mask, cu_seqlens and shard of the attention. The call must not change anything
-        but its results: in gradient checkpointing the backward pass repeats it.
+        past: records the call, for ``crop``. tokens: positions, key_mask, cu_seqlens and shard of the attention. The
+        call must not change anything but its results: in gradient checkpointing the backward pass repeats it.
         """
         y = self.input_layernorm(x)
         if tokens.get("cu_seqlens") is not None:  # packed sequences lie in one row
             y = y.reshape(1, -1, y.shape[-1])
         try:
-            y = self.self_attn(y, state=state, return_state=return_state, **tokens)
+            y, state = self._attend(y, state, return_state, past, tokens)
         except (TypeError, ValueError) as error:
             message = re.sub(r"^\w+(?=:)", lambda match: _OWN_NAMES.get(match[0], match[0]), str(error))
             raise type(error)(message) from error
-        y, state = y if return_state else (y, None)
         x = x + y.view_as(x)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return x, state
+
+    def _attend(
+        self,
+        x: Tensor,
+        state: State | None,
+        return_state: bool,
+        past: StateLayer | None,
+        tokens: dict[str, Any],
+    ) -> tuple[Tensor, State | None]:
+        if past is None:
+            y = self.self_attn(x, state=state, return_state=return_state, **tokens)
+            return y if return_state else (y, None)
+        n = x.shape[1]
+        first = 0 if n <= 2 * LONGEST else n - LONGEST  # of a long text only the last tokens are kept
+        parts = []
+        if first:
+            y, state = self.self_attn(
+                x[:, :first], state=state, return_state=True, **span(tokens, n, 0, first)
+            )
+            parts.append(y)
+        last = x[:, first:].clone() if first else x
+
+        def after(before: State | None, count: int) -> State:
+            those = span(tokens, n, first, first + count)
+            made: State = self.self_attn(last[:, :count], state=before, return_state=True, **those)[1]
+            return made
+
+        before = past.record(state, n - first, after)
+        y, state = self.self_attn(last, state=before, return_state=True, **span(tokens, n, first, n))
+        return torch.cat((*parts, y), 1) if parts else y, state
 
 
 class LinRopePreTrainedModel(PreTrainedModel):
@@ -97,7 +132,6 @@ class LinRopePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["LinRopeLayer"]  # noqa: RUF012
     _skip_keys_device_placement = list(NAMES)  # noqa: RUF012
     _supports_sdpa = True
-    _is_stateful = True  # a state cannot be rolled back: generate() refuses assisted decoding
     _can_record_outputs = {"hidden_states": LinRopeLayer}  # noqa: RUF012
 
     def save_pretrained(
@@ -231,12 +265,19 @@ class LinRopeModel(LinRopePreTrainedModel):
             for layer in self.layers:
                 x, _ = layer(x, **tokens)
         else:
-            may_repeat = self.training and torch.is_grad_enabled()  # then a layer keeps its old state
-            for layer, kept in zip(self.layers, cache.layers):
-                state = kept.state if may_repeat else kept.take()
-                x, kept.state = layer(x, state=state, return_state=True, **tokens)
+            x = self._read_on(x, cache, tokens)
             cache.length += n if shard is None else shard.total
         return BaseOutput.of(self.norm(x), cache)
+
+    def _read_on(self, x: Tensor, cache: LinRopeCache, tokens: dict[str, Any]) -> Tensor:
+        """x (b, n, hidden_size) through all layers, after the tokens in the cache."""
+        may_repeat = self.training and torch.is_grad_enabled()  # then a layer keeps its old state
+        for layer, kept in zip(self.layers, cache.layers):
+            past = kept if kept.record_past and "shard" not in tokens else None
+            state = kept.state if may_repeat or past is not None else kept.take()
+            x, state = layer(x, state=state, return_state=True, past=past, **tokens)
+            kept.put(state)
+        return x
 
     def _check_shard(self, attention_mask: Tensor | None, n: int) -> None:
         if "full_attention" in (self.config.layer_types or ()):
@@ -324,6 +365,14 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
             raise ValueError(f"cache_implementation={kind!r}: expected None: there is only one kind of cache")
         if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE] = LinRopeCache(self.config)
+            if generation_config.is_assistant:  # some of the tokens that it drafts will be rejected
+                model_kwargs[CACHE].activate_past_recording()
+
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            kwargs[CACHE].stop_recording()
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]

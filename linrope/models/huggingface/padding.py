@@ -134,3 +134,10 @@ def packed_bounds(
 def _have_one_axis(position_ids: Tensor, n: int) -> bool:
     """False for coordinates on several axes, (n, axes) or (b, n, axes)."""
     return position_ids.ndim < 3 and position_ids.shape[-1] == n
+
+
+def span(tokens: Mapping[str, Tensor | None], n: int, start: int, stop: int) -> dict[str, Tensor | None]:
+    """The layers' arguments positions and key_mask of the tokens start .. stop - 1 of n."""
+    given = {name: x for name, x in tokens.items() if x is not None}
+    axes = {name: -1 if _have_one_axis(x, n) else -2 for name, x in given.items()}
+    return {**tokens, **{name: x.narrow(axes[name], start, stop - start) for name, x in given.items()}}

@@ -83,8 +83,16 @@ def step_of_generate(
         return None  # beams, for example, have put other states into the cache
     if positions is not None and not torch.equal(positions.flatten().long(), states[0].position):
         return None
-    cache.length += 1
+    _count_token(cache)
     return step(x)
+
+
+def _count_token(cache: Any) -> None:
+    """Prepares the cache for a step that overwrites its states."""
+    for kept in cache.layers:
+        if kept.record_past:
+            kept.record(kept.state, 1)
+    cache.length += 1
 
 
 def _step_of_graph(
@@ -108,7 +116,7 @@ def _step_of_graph(
             "graph=True: got other states in the cache than in the step before, which beam search puts there; "
             "expected greedy search or sampling"
         )
-    cache.length += 1
+    _count_token(cache)
     return step(x, *(given for given in tokens.values() if given is not None))
 
 

@@ -194,16 +194,9 @@ def test_a_saved_cache_has_every_tensor_of_the_states(tmp_path: Path) -> None:
     assert saved == {f"0.{name}" for name in state.tensors()} | {"0.extra"}
 
 
-def test_a_state_cannot_be_rolled_back(model: LinRopeForCausalLM) -> None:
-    ids, cache = tokens(1, 6), filled_cache(model, tokens(1, 6))
-    for how in ({"assistant_model": causal_lm()}, {"prompt_lookup_num_tokens": 2}):
-        with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-            model.generate(ids, max_new_tokens=3, **how)
-    cache.crop(0)
-    with pytest.raises(RuntimeError, match=r"crop\(-2\): a state sums all tokens"):
-        cache.crop(-2)
+def test_there_is_one_kind_of_cache(model: LinRopeForCausalLM) -> None:
     with pytest.raises(ValueError, match="cache_implementation='static': expected None"):
-        model.generate(ids, max_new_tokens=3, cache_implementation="static")
+        model.generate(tokens(1, 6), max_new_tokens=3, cache_implementation="static")
 
 
 def test_files_that_do_not_fit_are_refused(model: LinRopeForCausalLM, tmp_path: Path) -> None:
