@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.
 # The older Inkling loses its convolutions' past, and an older generate() finds no cache in Mamba-2.
 OLD = Version(transformers.__version__) < Version("5.24")
 BROKEN = ("inkling", "mamba2") if OLD else ()
-every_family = pytest.mark.parametrize("family", [x for x in CONFIGURATIONS if x not in ("minimax", *BROKEN)])
+RUN = [x for x in CONFIGURATIONS if x not in ("minimax", *BROKEN)]
+every_family = pytest.mark.parametrize("family", RUN)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -77,10 +78,17 @@ def test_single_tokens_are_removed_as_a_draft_model_does(family: str) -> None:
         assert relative(after_singles(4), after_singles(0)) < 2e-5
 
 
-@every_family
-def test_drafts_give_the_tokens_of_greedy_search(family: str) -> None:
+HALF = ("granitemoehybrid", "falcon_h1", "kimi_linear", "olmo_hybrid", "qwen3_5")
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(x, torch.float32) for x in RUN] + [(x, torch.bfloat16) for x in HALF if x in RUN],
+    ids=str,
+)
+def test_drafts_give_the_tokens_of_greedy_search(family: str, dtype: torch.dtype) -> None:
     """By prompt lookup, and by a model whose only difference is noise. Padding on the left."""
-    net = model(family)
+    net = model(family, dtype)
     prompt = tokens(1, 12).repeat(1, 2)
     padded, mask = prompt.clone(), torch.ones_like(prompt)
     padded[:, :5], mask[:, :5] = 0, 0

@@ -74,6 +74,8 @@ def mamba2_selective_state_update(
 ) -> Tensor:
     """One token: y (b, h, p). The state (b, h, p, s) is overwritten, in whichever order its memory has.
 
+    y is in float32 or wider, as the scan's: in half precision tokens read one by one and together are then the same.
+
     x and z (b, h, p), dt (b, h, p), A (h, p, s), B and C (b, g, s), D and dt_bias (h, p). dt, A and dt_bias repeat one
     number per head, which ``families`` checks before the call.
     """
@@ -85,7 +87,6 @@ def mamba2_selective_state_update(
     out = attend_in_place(state, q, k, v, Gates(log_decay=log_decay, write=write), swapped=True)[:, 0]
     if D is not None:
         out = torch.addcmul(out, x, D.to(wide))
-    out = out.to(hidden_states.dtype)
     return out if z is None else out * F.silu(z)
 
 
