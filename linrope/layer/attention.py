@@ -4,6 +4,7 @@ b batch, n queries, m keys, h query heads, g key/value heads, d head dim, f feat
 """
 
 import math
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -21,10 +22,11 @@ from linrope.layer.fitting import check_context, check_inputs, check_parts, chec
 from linrope.layer.keywords import layer_config
 from linrope.layer.mixer import Mixer, rotary_in_words
 from linrope.layer.options import map_in_words
+from linrope.layer.recording import first_tokens, record
 from linrope.layer.selective import EraseGate, ForgetGate, WriteGate
 from linrope.layer.state import LayerState, next_state
 from linrope.layer.step import one_token
-from linrope.layer.trapezoid import TrapezoidGate, trapezoidal_attention
+from linrope.layer.trapezoid import TrapezoidGate, attend_by_options
 from linrope.layer.typed_options import LayerOptions
 from linrope.operation.functional import linear_rope_attention
 from linrope.operation.options import Options
@@ -40,6 +42,9 @@ _IN_THE_CALL = PYTORCH | {
     "log_decay": "forget_gate=True in the constructor, or linear_rope_attention",
     **{name: f"{name} in the constructor, LinearRoPEAttention(.., {name}=..)" for name in DEFAULTS},
 }
+
+_Three = tuple[Tensor, Tensor, Tensor]
+_Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class LinearRoPEAttention(Mixer):
@@ -305,7 +310,7 @@ class LinearRoPEAttention(Mixer):
             return done
         self._check_call(x, context, state, shard)
         c = x if context is None else context
-        q, k, v, conv = None, self.k_proj(c), self.v_proj(c), None
+        q, k, v, conv, projected = None, self.k_proj(c), self.v_proj(c), None, None
         if self.short_conv is not None:
             before = None if state is None or state.conv is None else state.at_slots(state.conv)
             want_last = return_state or state is not None  # a pool's rows are written in any case
@@ -340,12 +345,9 @@ class LinearRoPEAttention(Mixer):
         # The state of the keys travels to the other ranks while this rank projects q.
         sent_shard = None if shard is None else shard.send_state(k, v, **options)
         q = self._queries(self.q_proj(x) if q is None else q)
-        last_token = None
-        if self.trapezoid is not None:
-            out, sums, last_token = self._attend_by_trapezoid(x, q, k, v, state, return_state, options)
-        else:
-            result = linear_rope_attention(q, k, v, return_state=return_state, shard=sent_shard, **options)
-            out, sums = result if isinstance(result, tuple) else (result, None)
+        attended = x, q, k, v
+        out, sums, last_token = self._attend(attended, state, return_state, options, sent_shard)
+        record(partial(self._state_after, attended, projected, state, options))
         last = next_state(state, sums, conv=conv, last_token=last_token)
         y = self._output(out, v, x)
         return y if last is None else (y, last)
@@ -369,29 +371,27 @@ class LinearRoPEAttention(Mixer):
             self._check_conv(state.conv)
             state.check_inputs_writable(x.shape[1])
 
-    def _attend_by_trapezoid(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: LayerState | None,
-        return_state: bool,
-        options: Options,
+    def _attend(
+        self, xqkv: _Four, state: LayerState | None, return_state: bool, options: Options, shard: Any = None
     ) -> tuple[Tensor, LinearAttentionState | None, Tensor | None]:
         """out, and the sums and the last token after the call."""
-        assert self.trapezoid is not None
-        if options["normalize"]:
-            raise TypeError(
-                "trapezoid=True: got float16 values, whose numerator may overflow; expected bfloat16, a wider dtype, "
-                "or normalize=False"
+        x, q, k, v = xqkv
+        if self.trapezoid is None:
+            result = linear_rope_attention(q, k, v, return_state=return_state, shard=shard, **options)
+            return (result, None, None) if isinstance(result, Tensor) else (*result, None)
+        return attend_by_options(q, k, v, self.trapezoid(x), state, return_state, options)
+
+    def _state_after(
+        self, xqkv: _Four, projected: _Three | None, state: LayerState | None, options: Options, count: int
+    ) -> LayerState | None:
+        """The state after the first tokens of a call, from what its projections gave. For ``record``."""
+        first: Any = first_tokens(options, xqkv[0].shape[1], count)
+        conv = None
+        if projected is not None:
+            q, k, v = (y[:, :count] for y in projected)
+            _, conv = self._convolve(
+                (q, k, v), first["key_mask"], None, None if state is None else state.conv
             )
-        implied = ("causal", "normalize", "erase", "key_positions", "rope_order", "state")
-        others: dict[str, Any] = {name: y for name, y in options.items() if name not in implied}
-        result = trapezoidal_attention(
-            q, k, v, share=self.trapezoid(x), state=state, return_state=return_state, **others
-        )
-        if isinstance(result, Tensor):
-            return result, None, None
-        out, after = result
-        return out, after.sums, after.last_token
+        x, q, k, v = (y[:, :count] for y in xqkv)
+        _, sums, last_token = self._attend((x, q, k, v), state, True, first)
+        return next_state(state, sums, conv=conv, last_token=last_token)

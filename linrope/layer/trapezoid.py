@@ -16,12 +16,14 @@ from linrope.layer.selective import SigmoidGate
 from linrope.layer.state import LayerState, next_state
 from linrope.operation import checks
 from linrope.operation.functional import linear_rope_attention
+from linrope.operation.options import Options
 from linrope.operation.plan import identity_of
 from linrope.operation.positions import first_positions, resolve_positions
 from linrope.recurrence.call import repeat_heads
 from linrope.recurrence.decay import MIN_LOG_DECAY, clamp_gates, zero_hidden
 from linrope.recurrence.identities import same_identity
 from linrope.recurrence.packing import at_last, owners, per_token, previous, rising_bounds
+from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.angles import cos_sin
 from linrope.rotation.rotary import Rotary, rotate, spell_out
 
@@ -45,6 +47,30 @@ class TrapezoidGate(SigmoidGate):
     >>> TrapezoidGate(16, 2)(torch.zeros(1, 1, 16))
     tensor([[[0.5000, 0.5000]]], grad_fn=<SigmoidBackward0>)
     """
+
+
+def attend_by_options(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    share: Tensor,
+    state: LayerState | None,
+    return_state: bool,
+    options: Options,
+) -> tuple[Tensor, LinearAttentionState | None, Tensor | None]:
+    """``trapezoidal_attention`` with a layer's options: out, and the sums and the last token after the call."""
+    if options["normalize"]:
+        raise TypeError(
+            "trapezoid=True: got float16 values, whose numerator may overflow; expected bfloat16, a wider dtype, "
+            "or normalize=False"
+        )
+    implied = ("causal", "normalize", "erase", "key_positions", "rope_order", "state")
+    others: dict[str, Any] = {name: y for name, y in options.items() if name not in implied}
+    result = trapezoidal_attention(q, k, v, share=share, state=state, return_state=return_state, **others)
+    if isinstance(result, Tensor):
+        return result, None, None
+    out, after = result
+    return out, after.sums, after.last_token
 
 
 def trapezoidal_attention(

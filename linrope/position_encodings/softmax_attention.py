@@ -1,6 +1,7 @@
 """Softmax attention with the interface of LinearRoPEAttention, for comparison."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from linrope.layer.config import DEFAULTS, SHARED, LayerConfig
 from linrope.layer.fitting import check_inputs
 from linrope.layer.key_value_state import KeyValueState
 from linrope.layer.mixer import Mixer, rotary_in_words
+from linrope.layer.recording import record
 from linrope.layer.typed_options import SharedOptions
 from linrope.operation.checks import check_mask, check_packing
 from linrope.operation.positions import resolve_positions, spell_out_positions
@@ -114,12 +116,13 @@ class SoftmaxAttention(Mixer):
             raise ValueError("cu_seqlens: got a state or return_state=True with it, expected neither")
         if isinstance(state, KeyValueState):
             self._check_conv(state.conv)
-        q, k, v, conv_inputs = self.q_proj(x), self.k_proj(context), self.v_proj(context), None
+        projected = q, k, v = self.q_proj(x), self.k_proj(context), self.v_proj(context)
+        before = state.conv if isinstance(state, KeyValueState) else None
+        conv_inputs = None
         if self.short_conv is not None:
-            before = state.conv if isinstance(state, KeyValueState) else None
             want_last = return_state or state is not None
             (q, k, v), conv_inputs = self._convolve(
-                (q, k, v), key_mask, cu_seqlens, before, want_last=want_last
+                projected, key_mask, cu_seqlens, before, want_last=want_last
             )
         q, k, v = self._queries(q), self._keys(k), self._values(v)
         skip_values = v
@@ -149,6 +152,7 @@ class SoftmaxAttention(Mixer):
         if state is not None:
             new_state = replace(state, conv=None).append(new_state)
         new_state = replace(new_state, conv=conv_inputs)
+        record(partial(self._state_after, projected, before, new_state))
 
         if isinstance(self.encoding, RelativeEncoding):
             mask = self._mask(new_state.mask, n, cu_seqlens)
@@ -161,6 +165,21 @@ class SoftmaxAttention(Mixer):
             out = _attend(q, new_state, self.causal, self._mask(new_state.mask, n, cu_seqlens))
         y = self._output(out, skip_values, x)
         return (y, new_state) if return_state else y
+
+    def _state_after(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        before: Tensor | None,
+        state: KeyValueState,
+        count: int,
+    ) -> KeyValueState:
+        """The state after the first tokens of a call, from the one after all. For ``record``."""
+        n = projected[0].shape[1]
+        conv = None
+        if self.short_conv is not None:
+            q, k, v = (x[:, :count] for x in projected)
+            _, conv = self._convolve((q, k, v), state.mask[:, -n:][:, :count], None, before)
+        return replace(state.first(state.k.shape[1] - n + count), conv=conv)
 
     def _mask(self, key_mask: Tensor, n: int, cu_seqlens: Tensor | None) -> Tensor:
         """The keys that each query sees: bool (b, 1, n or 1, m)."""

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial, wraps
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -231,7 +231,7 @@ def _uses(module: nn.Module, owner: Any, name: str) -> bool:
     if not isinstance(owner, ModuleType):
         function = getattr(forward_behind_hooks(module), "__func__", None)
         return isinstance(module, owner) and function is getattr(owner, name)
-    return any(_calls(x, name) for x in type(module).__mro__ if x.__module__ == owner.__name__)
+    return any(past.calls(x, name) for x in type(module).__mro__ if x.__module__ == owner.__name__)
 
 
 def _check_families(families: tuple[object, ...]) -> None:
@@ -311,20 +311,12 @@ def _targets(family: str) -> list[_Target]:
         norms = [x for name, x in vars(module).items() if name.endswith("RMSNormGated")]
         targets += [_target(module, name, *function) for name, function in _FUNCTIONS[family].items()]
         targets += [_target(x, "forward", norm, refusals.norm, "gated norm") for x in norms]
-        mixers = [x for x in classes.values() if _calls(x, "update_recurrent_state")]
-        if mixers:  # transformers goes back in convolutions, not in recurrences
-            targets += [_Target(*x, like=None) for x in past.targets(mixers, classes.values())]
+        targets += [_Target(*x, like=None) for x in past.targets(classes.values())]
     if family == "mamba2":
         targets += [_Target(module.Mamba2ForCausalLM, "forward", packing.forward_with_head, None)]
     for target in targets:
         _check_signature(target)
     return targets
-
-
-def _calls(kind: type, name: str) -> bool:
-    """True if a method of the class itself calls a function or method of this name."""
-    methods = [inspect.unwrap(x) for x in vars(kind).values() if isinstance(x, FunctionType)]
-    return any(name in method.__code__.co_names for method in methods)
 
 
 def _reads_tokens(model: type) -> bool:

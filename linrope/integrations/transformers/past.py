@@ -6,10 +6,12 @@ A cache that records its past (``cache.activate_past_recording()``, which assist
 tokens' inputs since the last crop. ``crop(-m)`` of n tokens computes S_(n - m) from them, without reading a weight.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -93,10 +95,11 @@ def record(
     past.add(before, given)
 
 
-def targets(
-    mixers: Sequence[type], classes: Iterable[type]
-) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """What to replace, and the functions that make the replacements, for a family with these recurrent layers."""
+def targets(classes: Collection[type]) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """What to replace for a family with these classes, and the functions that make the replacements."""
+    mixers = [x for x in classes if calls(x, "update_recurrent_state")]
+    if not mixers:  # transformers itself goes back in convolutions
+        return
     yield from ((x, "forward", forward_of_mixer) for x in mixers)
     # transformers refuses to draft tokens for such classes
     yield from ((x, "_is_stateful", lambda _: False) for x in classes if vars(x).get("_is_stateful"))
@@ -105,6 +108,12 @@ def targets(
     yield layer, "crop", crop
     yield layer, "is_croppable", is_croppable
     yield import_module("transformers.generation").GenerationMixin, "_assisted_decoding", stop_recording
+
+
+def calls(kind: type, name: str) -> bool:
+    """True if a method of the class itself calls a function or method of this name."""
+    methods = [inspect.unwrap(x) for x in vars(kind).values() if isinstance(x, FunctionType)]
+    return any(name in method.__code__.co_names for method in methods)
 
 
 def forward_of_mixer(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,13 +1,14 @@
 """The cache of the Hugging Face models: one state per layer."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from linrope.layer.recording import StateAfter
 from linrope.layer.state import LayerState
 from linrope.layer.states import State, read_states, write_states
 from linrope.models.huggingface.cache_name import CACHE
@@ -20,23 +21,19 @@ _FORMAT = "linrope.LinRopeCache"
 LONGEST = 256
 
 
-# The state after the first tokens of a call, as many as the number, from the state before it
-_StateAfter = Callable[[State | None, int], State]
-
-
 class _Call(NamedTuple):
     """A call of a layer with a cache that records its past."""
 
     tokens: int
     before: State | None  # the state before it
-    after: _StateAfter | None  # None: it read one token
+    after: StateAfter | None  # None: it read one token
 
 
 class StateLayer:
     """The state of one layer (None before the first token), with the methods that a Cache calls.
 
     After ``activate_past_recording`` it keeps what ``crop`` needs to go back: the states before the last calls, and
-    their inputs, from which the layer computes the state in the midst of a call.
+    what computes the state in the midst of a call.
     """
 
     is_compileable = False
@@ -63,13 +60,14 @@ class StateLayer:
             return self.state
         return self.state.donate()
 
-    def record(self, state: State | None, tokens: int, after: _StateAfter | None = None) -> State | None:
-        """Keeps a copy of the state before a call, and returns it. after: see _Call."""
-        before = state.clone() if isinstance(state, LayerState) else state  # others stay as they are
+    def record(self, before: State | None, tokens: int, after: StateAfter | None = None) -> None:
+        """Keeps the state before a call, whose memory nobody else may overwrite, and what ``record`` gave for it."""
+        if after is None and tokens > 1:  # a compiled call, within which there is no way back
+            self.past.clear()
+            return
         self.past.append(_Call(tokens, before, after))
-        while sum(call.tokens for call in self.past[1:]) >= LONGEST:
+        while sum(x.tokens for x in self.past[1:]) >= LONGEST:
             del self.past[0]
-        return before
 
     def put(self, state: State | None) -> None:
         """Replaces the state; while the past is recorded in its memory, for which a step may be prepared."""
@@ -102,7 +100,7 @@ class StateLayer:
             if count == 0 or call.after is None:
                 self.put(call.before)
             elif count < 0:
-                self.put(call.after(call.before, -count))
+                self.put(call.after(-count))
         self.past.clear()
 
     def reset(self) -> None:
@@ -124,6 +122,11 @@ class StateLayer:
 
     def get_max_length(self) -> int:
         return -1
+
+
+def copy_of(state: State | None) -> State | None:
+    """A copy of a state that decoding overwrites; any other stays as it is, and needs none."""
+    return state.clone() if isinstance(state, LayerState) else state
 
 
 class LinRopeCache(Cache):

@@ -24,8 +24,9 @@ from transformers.utils.output_capturing import capture_outputs
 
 from linrope.distributed.shard import Shard
 from linrope.layer.norm import RMSNorm, silu_product
+from linrope.layer.recording import recording
 from linrope.layer.states import State
-from linrope.models.huggingface.cache import LONGEST, LinRopeCache, StateLayer, check_lengths
+from linrope.models.huggingface.cache import LONGEST, LinRopeCache, StateLayer, check_lengths, copy_of
 from linrope.models.huggingface.cache_name import CACHE, NAMES, BaseOutput, CausalLMOutput, either_cache_name
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
 from linrope.models.huggingface.padding import count_positions, may_pad, read_rows, span
@@ -112,13 +113,10 @@ class LinRopeLayer(GradientCheckpointingLayer):
             parts.append(y)
         last = x[:, first:].clone() if first else x
 
-        def after(before: State | None, count: int) -> State:
-            those = span(tokens, n, first, first + count)
-            made: State = self.self_attn(last[:, :count], state=before, return_state=True, **those)[1]
-            return made
-
-        before = past.record(state, n - first, after)
-        y, state = self.self_attn(last, state=before, return_state=True, **span(tokens, n, first, n))
+        before = copy_of(state)
+        with recording() as made:
+            y, state = self.self_attn(last, state=before, return_state=True, **span(tokens, n, first, n))
+        past.record(before, n - first, *made)
         return torch.cat((*parts, y), 1) if parts else y, state
 
 

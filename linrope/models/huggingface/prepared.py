@@ -17,6 +17,7 @@ from linrope.decode.parts import BlockParts, ModelParts
 from linrope.decode.reasons import why_not
 from linrope.decode.step import prepare
 from linrope.layer.norm import RMSNorm
+from linrope.models.huggingface.cache import copy_of
 
 
 class _Prepared:
@@ -91,7 +92,7 @@ def _count_token(cache: Any) -> None:
     """Prepares the cache for a step that overwrites its states."""
     for kept in cache.layers:
         if kept.record_past:
-            kept.record(kept.state, 1)
+            kept.record(copy_of(kept.state), 1)
     cache.length += 1
 
 

@@ -1,0 +1,172 @@
+"""Times generate() with drafts: tokens per second with prompt lookup and with a small draft model, beside greedy search.
+
+The models have random weights and a real text: a processor of logits raises the text's next token above all others, so
+that the costs are the model's, and which drafts are right is a property of the text. The text that repeats is code that
+the prompt holds, with a name changed; the other one goes on where the prompt ends. The draft model has
+4 layers of 256, the model 12 of 1024, and 70% of its tokens are right. The sides take turns; the figures are minima of the thread's CPU
+time.
+
+    python benchmarks/drafts.py [--layers 12] [--tokens 96] [--rounds 3] [--dtype bfloat16] [--out FILE]
+"""
+
+import argparse
+import difflib
+import inspect
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from linrope.cli.bench.benchmark import machine
+from linrope.integrations import transformers as linrope_transformers
+from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
+
+VOCABULARY, PROMPT, DRAFTED, RIGHT = 32_000, 1_000, 4, 0.7
+MODELS = ("qwen3_5", "linrope")
+
+
+def text(repeats: bool, count: int) -> Tensor:
+    """(1, PROMPT + count) tokens of Python's difflib: words, spaces and signs, numbered as they appear."""
+    words = re.findall(r"\w+|\s+|[^\w\s]", inspect.getsource(difflib))
+    if repeats:
+        start = words.index("SequenceMatcher", PROMPT // 2)
+        words = words[:PROMPT] + ["matcher" if x == "self" else x for x in words[start - PROMPT :]]
+    numbers = {word: i for i, word in enumerate(dict.fromkeys(words), 3)}
+    return torch.tensor([[numbers[x] for x in words[: PROMPT + count]]])
+
+
+def make(name: str, layers: int, width: int, dtype: torch.dtype) -> Any:
+    """A model with the proportions of Qwen3.5 0.8B, or of a LinRope model of its width."""
+    torch.manual_seed(0)
+    heads = max(1, width // 64)
+    if name == "linrope":
+        config: Any = LinRopeConfig(
+            vocab_size=VOCABULARY, hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
+            num_attention_heads=heads,
+        )  # fmt: skip
+        return LinRopeForCausalLM(config).to(dtype).eval()
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=width * 7 // 2, num_hidden_layers=layers,
+        num_attention_heads=max(1, heads // 2), num_key_value_heads=max(1, heads // 8), head_dim=256,
+        linear_num_key_heads=heads, linear_num_value_heads=heads, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.Qwen3_5ForCausalLM(config).to(dtype).eval()
+
+
+class Forced(transformers.LogitsProcessor):
+    """Raises the logit of the text's next token; while the draft model runs, of a wrong one at times."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens, self.drafting = tokens[0].tolist(), False
+        draw = random.Random(0)
+        self.right = [draw.random() < RIGHT for _ in self.tokens]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        at = min(input_ids.shape[1], len(self.tokens) - 1)
+        token = self.tokens[at] if self.right[at] or not self.drafting else 0
+        return scores.index_add(1, torch.tensor([token]), scores.new_full((1, 1), 1e4))
+
+
+@contextmanager
+def counted_crops(counts: list[float]) -> Any:
+    """Adds the seconds of each crop of a cache to the list."""
+    crop = transformers.Cache.crop
+
+    def timed(self: Any, tokens_to_remove: int) -> None:
+        start = time.thread_time()
+        crop(self, tokens_to_remove)
+        counts.append(time.thread_time() - start)
+
+    transformers.Cache.crop = timed
+    try:
+        yield
+    finally:
+        transformers.Cache.crop = crop
+
+
+def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    dtype = getattr(torch, options.dtype)
+    model, draft = make(name, options.layers, 1024, dtype), make(name, 4, 256, dtype)
+    draft.generation_config.update(
+        num_assistant_tokens=DRAFTED, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
+    )
+    rows = []
+    for repeats in (True, False):
+        tokens = text(repeats, options.tokens)
+        forced = Forced(tokens)
+        generate = draft.generate
+
+        def drafting(*arguments: Any, generate: Any = generate, forced: Forced = forced, **given: Any) -> Any:
+            forced.drafting = True
+            try:
+                return generate(*arguments, **given)
+            finally:
+                forced.drafting = False
+
+        draft.generate = drafting
+        sides: dict[str, dict[str, Any]] = {
+            "greedy": {},
+            "prompt lookup": {"prompt_lookup_num_tokens": 2 * DRAFTED},
+            "draft model": {"assistant_model": draft},
+        }
+
+        def seconds(count: int, given: dict[str, Any], tokens: Tensor = tokens, forced: Forced = forced) -> float:
+            start = time.thread_time()
+            out = model.generate(
+                tokens[:, :PROMPT], max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0,
+                logits_processor=[forced], **given,
+            )  # fmt: skip
+            assert torch.equal(out, tokens[:, : PROMPT + count])
+            return time.thread_time() - start
+
+        least: dict[str, float] = dict.fromkeys([*sides, "prompt"], float("inf"))
+        crops: dict[str, list[float]] = {}
+        for _ in range(options.rounds):
+            least["prompt"] = min(least["prompt"], seconds(1, {}))
+            for side, given in sides.items():
+                crops[side] = []
+                with counted_crops(crops[side]):
+                    least[side] = min(least[side], seconds(options.tokens, given))
+        draft.generate = generate
+        for side in sides:
+            spent = least[side] - least["prompt"]
+            rows.append(
+                {
+                    "model": name, "text": "repeats" if repeats else "goes on", "side": side,
+                    "tokens_per_second": (options.tokens - 1) / spent,
+                    "times_greedy": (least["greedy"] - least["prompt"]) / spent,
+                    "crop_share": sum(crops[side]) / spent,
+                }
+            )  # fmt: skip
+            print({key: round(x, 3) if isinstance(x, float) else x for key, x in rows[-1].items()}, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=12, help="of the model, a multiple of 4")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens to generate")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    linrope_transformers.enable("qwen3_5")
+    rows = [row for name in options.models for row in measure(name, options)]
+    if options.out:
+        settings = {name: getattr(options, name) for name in ("layers", "tokens", "rounds", "dtype")}
+        options.out.write_text(json.dumps({"machine": machine(), **settings, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Going back within a call: the state after its first tokens, from what the layer has projected already.
+
+A caller that may reject the last tokens of a call makes it inside ``recording``:
+
+>>> from linrope.layer.recording import recording
+>>> layer, x = LinearRoPEAttention(8, 2), torch.randn(1, 5, 8)
+>>> with recording() as made:
+...     y, state = layer(x, return_state=True)
+>>> (after,) = made  # one function for each layer that was called
+>>> after(3).position
+tensor([3])
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+StateAfter = Callable[[int], Any]  # the state after the first tokens of a call, as many as the number
+
+_PER_TOKEN = ("log_decay", "angle_steps", "write", "erase", "key_mask")  # (b, n, ..)
+
+_made: ContextVar[list[StateAfter] | None] = ContextVar("linrope_recording", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[list[StateAfter]]:
+    """Fills a list with a function for each call of a layer inside. The state given to that call must stay as it is."""
+    made: list[StateAfter] = []
+    token = _made.set(made)
+    try:
+        yield made
+    finally:
+        _made.reset(token)
+
+
+def record(after: StateAfter) -> None:
+    """Keeps the function, if the caller of the layer records."""
+    if not torch.compiler.is_compiling() and (made := _made.get()) is not None:
+        made.append(after)
+
+
+def first_tokens(options: Mapping[str, Any], n: int, count: int) -> dict[str, Any]:
+    """The arguments of ``linear_rope_attention`` for the first of n tokens, as many as count."""
+    cut = {name: x[:, :count] for name, x in options.items() if name in _PER_TOKEN and x is not None}
+    if (positions := options.get("positions")) is not None:  # (n,), (b, n), (n, axes) or (b, n, axes)
+        axis = -1 if positions.ndim < 3 and positions.shape[-1] == n else -2
+        cut["positions"] = positions.narrow(axis, 0, count)
+    return {**options, **cut}
