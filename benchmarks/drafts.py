@@ -1,10 +1,10 @@
-"""Times generate() with drafts: tokens per second with prompt lookup and with a small draft model, beside greedy search.
+"""Times generate() with drafts, of prompt lookup and of a small draft model, beside greedy search.
 
-The models have random weights and a real text: a processor of logits raises the text's next token above all others, so
-that the costs are the model's, and which drafts are right is a property of the text. The text that repeats is code that
-the prompt holds, with a name changed; the other one goes on where the prompt ends. The draft model has
-4 layers of 256, the model 12 of 1024, and 70% of its tokens are right. The sides take turns; the figures are minima of the thread's CPU
-time.
+The models have random weights, but the text is Python code: a processor of logits raises the text's next token above
+all others. So the costs are the model's, and which drafts of prompt lookup are right is a property of the text. The
+text that repeats is the prompt once more, with a name changed; the other one goes on where the prompt ends. The model
+has 12 layers of 1024; the draft model has 4 of 256, and 70% of its tokens are made right. The sides take turns, and the
+figures are minima of one thread's CPU time.
 
     python benchmarks/drafts.py [--layers 12] [--tokens 96] [--rounds 3] [--dtype bfloat16] [--out FILE]
 """
@@ -16,7 +16,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,21 @@ from torch import Tensor
 
 from linrope.cli.bench.benchmark import machine
 from linrope.integrations import transformers as linrope_transformers
-from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
+from linrope.models.huggingface import LinRopeCache, LinRopeConfig, LinRopeForCausalLM
 
 VOCABULARY, PROMPT, DRAFTED, RIGHT = 32_000, 1_000, 4, 0.7
 MODELS = ("qwen3_5", "linrope")
 
 
 def text(repeats: bool, count: int) -> Tensor:
-    """(1, PROMPT + count) tokens of Python's difflib: words, spaces and signs, numbered as they appear."""
-    words = re.findall(r"\w+|\s+|[^\w\s]", inspect.getsource(difflib))
+    """(1, PROMPT + count) tokens of Python's difflib: words with the space before them, spaces and signs."""
+    source, method = map(inspect.getsource, (difflib, difflib.SequenceMatcher.find_longest_match))
+    end = source.index(method) + len(method)
+    before, after = (re.findall(r" ?\w+|\s+|[^\w\s]", x) for x in (source[:end], source[end:]))
     if repeats:
-        start = words.index("SequenceMatcher", PROMPT // 2)
-        words = words[:PROMPT] + ["matcher" if x == "self" else x for x in words[start - PROMPT :]]
-    numbers = {word: i for i, word in enumerate(dict.fromkeys(words), 3)}
-    return torch.tensor([[numbers[x] for x in words[: PROMPT + count]]])
+        after = [x.replace("besti", "best_in_a") for x in before[100 - PROMPT :]]
+    numbers = {word: i for i, word in enumerate(dict.fromkeys(before + after), 3)}
+    return torch.tensor([[numbers[x] for x in before[-PROMPT:] + after[:count]]])
 
 
 def make(name: str, layers: int, width: int, dtype: torch.dtype) -> Any:
@@ -76,27 +77,36 @@ class Forced(transformers.LogitsProcessor):
 
 
 @contextmanager
-def counted_crops(counts: list[float]) -> Any:
-    """Adds the seconds of each crop of a cache to the list."""
-    crop = transformers.Cache.crop
+def counted_crops(counts: list[tuple[bool, float]], layers: int) -> Iterator[None]:
+    """Adds to the list, for each crop of a cache, whether it has so many layers, and the seconds."""
+    kinds = transformers.Cache, LinRopeCache
+    methods = [kind.crop for kind in kinds]
 
-    def timed(self: Any, tokens_to_remove: int) -> None:
-        start = time.thread_time()
-        crop(self, tokens_to_remove)
-        counts.append(time.thread_time() - start)
+    def timed(crop: Any) -> Any:
+        def call(self: Any, tokens_to_remove: int) -> None:
+            start = time.thread_time()
+            crop(self, tokens_to_remove)
+            if type(self).crop is call:  # not a call by the subclass
+                counts.append((len(self.layers) == layers, time.thread_time() - start))
 
-    transformers.Cache.crop = timed
+        return call
+
+    for kind, crop in zip(kinds, methods, strict=True):
+        kind.crop = timed(crop)
     try:
         yield
     finally:
-        transformers.Cache.crop = crop
+        for kind, crop in zip(kinds, methods, strict=True):
+            kind.crop = crop
 
 
 def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     dtype = getattr(torch, options.dtype)
     model, draft = make(name, options.layers, 1024, dtype), make(name, 4, 256, dtype)
     draft.generation_config.update(
-        num_assistant_tokens=DRAFTED, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
+        num_assistant_tokens=DRAFTED,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0,
     )
     rows = []
     for repeats in (True, False):
@@ -114,11 +124,13 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         draft.generate = drafting
         sides: dict[str, dict[str, Any]] = {
             "greedy": {},
-            "prompt lookup": {"prompt_lookup_num_tokens": 2 * DRAFTED},
+            "prompt lookup": {"prompt_lookup_num_tokens": 2 * DRAFTED, "max_matching_ngram_size": 8},
             "draft model": {"assistant_model": draft},
         }
 
-        def seconds(count: int, given: dict[str, Any], tokens: Tensor = tokens, forced: Forced = forced) -> float:
+        def seconds(
+            count: int, given: dict[str, Any], tokens: Tensor = tokens, forced: Forced = forced
+        ) -> float:
             start = time.thread_time()
             out = model.generate(
                 tokens[:, :PROMPT], max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0,
@@ -128,25 +140,28 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             return time.thread_time() - start
 
         least: dict[str, float] = dict.fromkeys([*sides, "prompt"], float("inf"))
-        crops: dict[str, list[float]] = {}
+        crops: dict[str, list[tuple[bool, float]]] = {}
         for _ in range(options.rounds):
             least["prompt"] = min(least["prompt"], seconds(1, {}))
             for side, given in sides.items():
                 crops[side] = []
-                with counted_crops(crops[side]):
+                with counted_crops(crops[side], options.layers):
                     least[side] = min(least[side], seconds(options.tokens, given))
         draft.generate = generate
-        for side in sides:
+        for side, given in sides.items():
             spent = least[side] - least["prompt"]
             rows.append(
                 {
                     "model": name, "text": "repeats" if repeats else "goes on", "side": side,
                     "tokens_per_second": (options.tokens - 1) / spent,
                     "times_greedy": (least["greedy"] - least["prompt"]) / spent,
-                    "crop_share": sum(crops[side]) / spent,
+                    "tokens_per_call": options.tokens / sum(of_model for of_model, _ in crops[side]) if given else 1,
+                    "crop_share": sum(x for of_model, x in crops[side] if of_model) / spent,
                 }
             )  # fmt: skip
-            print({key: round(x, 3) if isinstance(x, float) else x for key, x in rows[-1].items()}, flush=True)
+            print(
+                {key: round(x, 3) if isinstance(x, float) else x for key, x in rows[-1].items()}, flush=True
+            )
     return rows
 
 
