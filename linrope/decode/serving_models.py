@@ -1,6 +1,5 @@
 """Models as an ``Engine`` calls them: with slots, each of which holds a sequence that is read piece by piece."""
 
-import logging
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Protocol
@@ -9,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linrope.decode.batched import batched
 from linrope.decode.parts import DecodableModel
 from linrope.decode.reasons import why_not
+from linrope.decode.separate import integers
+from linrope.decode.state_rows import StateRows
 from linrope.decode.step import prepare
 from linrope.decode.with_cache import WithCache
 from linrope.layer.state import LayerState
@@ -19,15 +21,15 @@ from linrope.layer.state import LayerState
 class ServingModel(Protocol):
     """A model and the sequences in its slots.
 
-    empty: the states of a sequence before its first token. None: its states can be neither saved nor given.
+    empty: the states of a sequence before its first token. None: its states cannot be saved to a file.
     failed: by slot, the errors of sequences that the last call could not read. It returns no logits for these.
     """
 
     empty: list[LayerState] | None
     failed: dict[int, Exception]
 
-    def join(self, slot: int, states: list[LayerState] | None) -> None:
-        """Begins a sequence with these states; None: with those before the first token."""
+    def join(self, slot: int, states: Any) -> None:
+        """Begins a sequence with these states, which it may overwrite; None: with those before the first token."""
 
     def read(self, slots: list[int], pieces: list[list[int]], ended: list[int]) -> Tensor:
         """Reads a piece of a prompt in each slot.
@@ -36,17 +38,22 @@ class ServingModel(Protocol):
         """
 
     def decode(self, slots: list[int], tokens: list[list[int]]) -> Tensor:
-        """Reads one token in each slot; returns the logits (len(slots), vocab_size) after it."""
+        """Reads one token in each slot; returns the logits (len(slots), vocab_size) after it.
 
-    def states(self, slot: int) -> list[LayerState]:
-        """A copy of the states in the slot."""
+        A sequence that has been decoded takes part in every later call until it leaves.
+        """
+
+    def states(self, slot: int) -> Any:
+        """The states in the slot, of which the prompt is being read. The next call may overwrite them."""
 
     def leave(self, slot: int) -> None:
         """Ends a sequence."""
 
 
 def serving_model(model: Any, slots: int) -> ServingModel:
-    """A pool for a model of linrope whose layers are all linear; states for each sequence otherwise.
+    """A pool for a model of linrope whose layers are all linear, a batch for any other model that allows it.
+
+    The rest keeps states for each sequence, and says in ``Separate.reason`` why.
 
     Raises:
         ValueError: the model is of a kind that cannot be served.
@@ -54,14 +61,13 @@ def serving_model(model: Any, slots: int) -> ServingModel:
     if hasattr(model, "with_states"):  # a LinRopeForCausalLM
         model = model.with_states()
     if not isinstance(model, DecodableModel):
-        return Separate(WithCache(model))
-    _, empty = model(_integers(model, [[]]))
+        model = WithCache(model)
+        from linrope.decode.cache_rows import CacheRows  # which imports transformers
+
+        return batched(model, CacheRows)
+    _, empty = model(integers(model, [[]]))
     linear = all(isinstance(state, LayerState) for state in empty)
-    return Pool(model, empty, slots) if linear else Separate(model)
-
-
-def _integers(model: Any, numbers: Sequence[Any]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=next(model.parameters()).device)
+    return Pool(model, empty, slots) if linear else batched(model, StateRows)
 
 
 class Pool:
@@ -107,43 +113,3 @@ class Pool:
 
     def leave(self, slot: int) -> None:
         """The next sequence in the slot overwrites its rows."""
-
-
-class Separate:
-    """Each sequence has states of its own, and the model reads one sequence after another.
-
-    The states may be of any kind: a cache of transformers, or a list with softmax attention's keys and values.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.empty: list[LayerState] | None = None
-        self.failed: dict[int, Exception] = {}
-        self.kept: dict[int, Any] = {}
-
-    def join(self, slot: int, states: list[LayerState] | None) -> None:
-        self.kept[slot] = states
-
-    def read(self, slots: list[int], pieces: list[list[int]], ended: list[int]) -> Tensor:
-        logits = []
-        for i, (slot, piece) in enumerate(zip(slots, pieces, strict=True)):
-            try:
-                last, self.kept[slot] = self.model(
-                    _integers(self.model, [piece]), self.kept[slot], logits_to_keep=1
-                )
-            except Exception as error:  # such as that of a sequence too long for a table of positions
-                logging.exception("a sequence failed")
-                self.failed[slot] = error
-                continue
-            if i in ended:
-                logits.append(last[:, -1])
-        return torch.cat(logits) if logits else torch.empty(0)
-
-    def decode(self, slots: list[int], tokens: list[list[int]]) -> Tensor:
-        return self.read(slots, tokens, [*range(len(slots))])
-
-    def states(self, slot: int) -> list[LayerState]:
-        raise NotImplementedError("only a pool's states can be saved")
-
-    def leave(self, slot: int) -> None:
-        del self.kept[slot]

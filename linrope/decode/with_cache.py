@@ -29,17 +29,34 @@ class WithCache(nn.Module):
                 "language model of transformers whose forward takes a cache"
             )
         self.name = taken[0]
+        config: Any = model.config
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        # Beyond it a model with a table of positions fails, and any other was not trained.
+        self.longest: int | None = getattr(config, "max_position_embeddings", None)
         self.counts, self.keeps = "position_ids" in parameters, "logits_to_keep" in parameters
         self._check_pieces()
 
     def forward(self, tokens: Tensor, states: Any = None, *, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
         cache, seen = (None, 0) if states is None else states
-        options: dict[str, Any] = {"logits_to_keep": logits_to_keep} if self.keeps else {}
         end = seen + tokens.shape[1]
+        positions = torch.arange(seen, end, device=tokens.device)[None]
+        logits, cache = self.read(tokens, cache, positions, logits_to_keep)
+        return logits, (cache, end)
+
+    def read(
+        self, tokens: Tensor, cache: Any, positions: Tensor, logits_to_keep: int, mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """tokens (b, n) at positions (b, n) -> their last logits, and the cache after them.
+
+        mask (b, m): 0 hides a column of the cache from its row.
+        """
+        options: dict[str, Any] = {"logits_to_keep": logits_to_keep} if self.keeps else {}
         if self.counts:
-            options["position_ids"] = torch.arange(seen, end, device=tokens.device)[None]
+            options["position_ids"] = positions
+        if mask is not None:
+            options["attention_mask"] = mask
         out = self.model(tokens, **{self.name: cache}, use_cache=True, **options)
-        return out.logits[:, -logits_to_keep:], (out[self.name], end)
+        return out.logits[:, -logits_to_keep:], out[self.name]
 
     @torch.no_grad()
     def _check_pieces(self) -> None:

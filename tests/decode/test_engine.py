@@ -8,8 +8,9 @@ import torch
 
 from linrope.backends import native
 from linrope.decode import generate
+from linrope.decode.batched import Batched
 from linrope.decode.engine import Engine, Generation, choose
-from linrope.decode.serving_models import Pool, Separate
+from linrope.decode.serving_models import Pool
 from linrope.decode.text import Decoder, TextStream, encode
 from linrope.layer.states import write_states
 from linrope.models import LanguageModel, LanguageModelConfig
@@ -105,12 +106,12 @@ SIZES = {
 }  # fmt: skip
 MODELS = {
     "language model": (Pool, lambda: tiny(vocab_size=384)),
-    "softmax language model": (Separate, lambda: tiny(vocab_size=384, attention="softmax")),
+    "softmax language model": (Batched, lambda: tiny(vocab_size=384, attention="softmax")),
     "linear": (Pool, lambda: LinRopeForCausalLM(LinRopeConfig(**SIZES))),
     "own head": (Pool, lambda: LinRopeForCausalLM(LinRopeConfig(**SIZES, tie_word_embeddings=False))),
-    "hybrid": (Separate, lambda: LinRopeForCausalLM(LinRopeConfig(**SIZES, full_attention_interval=2))),
-    "llama": (Separate, lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))),
-    "qwen3_5": (Separate, lambda: families.model("qwen3_5", vocab_size=384)),
+    "hybrid": (Batched, lambda: LinRopeForCausalLM(LinRopeConfig(**SIZES, full_attention_interval=2))),
+    "llama": (Batched, lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))),
+    "qwen3_5": (Batched, lambda: families.model("qwen3_5", vocab_size=384)),
 }
 
 
