@@ -1,9 +1,10 @@
 """Decoding: steps of a model that are checked once, before the first token, and what is built on them."""
 
 from linrope.decode.attention_step import prepare_attention
-from linrope.decode.engine import Engine, Generation
+from linrope.decode.engine import Engine
 from linrope.decode.generation import generate
 from linrope.decode.reasons import why_not
+from linrope.decode.request import Generation
 from linrope.decode.step import prepare
 
 __all__ = ["Engine", "Generation", "generate", "prepare", "prepare_attention", "why_not"]

@@ -149,7 +149,9 @@ class Batched(Separate):
         digits = (max(length, 511).bit_length() + 2) // 3
         batch = self.batches.setdefault(digits, Batch(self.rows))
         if batch is not before:
-            batch.add(slot, *(before.take(slot) if before else self.rows.split(self.kept[slot])))
+            tensors = before.take(slot) if before else self.rows.split(self.kept[slot])
+            self.batch_of.pop(slot, None)  # it is in neither, if there is no memory for it
+            batch.add(slot, *tensors)
             self.batch_of[slot], self.kept[slot] = batch, None
 
     def leave(self, slot: int) -> None:

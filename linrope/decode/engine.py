@@ -6,13 +6,10 @@ docs/examples/serve.py serves an ``Engine`` over HTTP.
 import hashlib
 import json
 import logging
-import math
-import random
 import reprlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
@@ -21,84 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linrope.common.argument_checks import check_integers, check_sizes
+from linrope.common.argument_checks import check_integers
 from linrope.common.files import parse_json
 from linrope.decode.parts import DecodableModel
+from linrope.decode.prefixes import Prefixes
+from linrope.decode.request import Generation, Pieces
 from linrope.decode.serving_models import serving_model
-from linrope.decode.text import Decoder, TextStream, check_tokens, encode
+from linrope.decode.text import Decoder, check_tokens, encode
 from linrope.layer.states import forms, read_states, write_states
 
 _SESSION = "linrope.Session"
-
-
-@dataclass(eq=False)
-class Generation:
-    """A request, and what has been generated for it.
-
-    Args:
-        unread: the tokens that the model has not read: those of the prompt, which ``Engine.encode`` makes of a text,
-            then the last one generated.
-        max_tokens: the number of tokens to generate, unless the text ends before.
-        temperature: 0 takes the likeliest token. Otherwise logits are divided by it.
-        top_p: the least likely tokens are left out, as long as the others have at least this probability together.
-        seed: of the request's own generator of random numbers; None: an arbitrary one.
-        stops: the texts, or bytes, before which the text ends.
-        session: a file that keeps the states between requests; see ``Engine.load`` and ``Engine.save``.
-        inbox: the caller's own; the engine does not use it.
-
-    Raises:
-        TypeError: unread is no list of integers, or stops is no list of texts or bytes.
-        ValueError: a token is negative, a stop sequence is empty, or a number is out of range.
-    """
-
-    unread: list[int]
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stops: list[Any] = field(default_factory=list)
-    session: Path | None = None
-    inbox: Any = None
-    # The states to continue from; with a session, replaced by the last states when the generation ends
-    states: list[Any] | None = None
-    submitted: bool = False
-    slot: int = -1  # the row in the pools, while it runs
-    generated: int = 0
-    finish_reason: str | None = None  # "stop", "length", "error", or None: not finished
-    cancelled: bool = False  # set it to free the slot before the next step
-
-    def __post_init__(self) -> None:
-        check_tokens("unread", self.unread)
-        if not isinstance(self.stops, list) or not all(isinstance(x, str | bytes) for x in self.stops):
-            raise TypeError(f"stops: got {reprlib.repr(self.stops)}, expected a list of texts or bytes")
-        if not all(self.stops):
-            raise ValueError(f"stops={self.stops}: got an empty sequence, which every text contains")
-        check_sizes(max_tokens=self.max_tokens)
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature}: expected at least 0, and finite")
-        if not 0 <= self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: expected 0 to 1")
-        self.prompt_tokens, self.random = len(self.unread), random.Random(self.seed)
-        self.decoder = Decoder(None, [])  # the engine puts one with its tokenizer here
-        self.text = TextStream([x.encode() if isinstance(x, str) else x for x in self.stops])
-
-    def take(self, token: int, ends: bool = False) -> str:
-        """Adds a generated token; returns the text to send. ends: the token ends the text and is no part of it."""
-        self.unread, self.generated = [token], self.generated + 1
-        last = ends or self.generated == self.max_tokens
-        text = ""
-        for byte in self.decoder.add([] if ends else [token], last):
-            piece, stopped = self.text.add(byte)
-            text += piece
-            if stopped:
-                self.finish_reason = "stop"
-                return text
-        if last:
-            self.finish_reason, text = "stop" if ends else "length", text + self.text.end()
-        return text
-
-
-Pieces = list[tuple[Generation, str | Exception | None]]
 
 
 class Engine:
@@ -109,8 +38,10 @@ class Engine:
     therefore delays the others by one such piece for each token that they generate.
 
     A LanguageModel or LinRopeForCausalLM with linear layers only is batched: a slot is a row in every layer's pool of
-    states, and one call of the model reads all generations. Any other model keeps a cache for each generation and reads
-    one after another, without sessions.
+    states, and one call of the model reads all generations. Hybrids, softmax attention and models of transformers read
+    each prompt by itself, then decode all generations in one call. The engine checks at its start that a model gives
+    each of them the logits that it has alone. If not, the model reads one generation after another, and
+    ``serving.reason`` says why. Only the first kind has sessions.
 
     Args:
         model: a ``linrope.models.LanguageModel``, a ``LinRopeForCausalLM``, or a causal language model of transformers,
@@ -120,6 +51,7 @@ class Engine:
         budget: the number of prompt tokens in one step, at least 16; None: as many as the model reads in 15 ms.
         tokenizer: of transformers. Its end-of-sequence token ends a text, as do those of the model's generation_config.
             None: tokens are bytes.
+        prefix_bytes: the size of the states that are kept of prefixes. Those used least recently are given up first.
 
     Raises:
         TypeError, ValueError: the model is of another kind, the tokenizer does not fit it, or a number is too small.
@@ -138,18 +70,30 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, slots: int, queue: int, budget: int | None = None, tokenizer: Any = None
+        self,
+        model: Any,
+        slots: int,
+        queue: int,
+        budget: int | None = None,
+        tokenizer: Any = None,
+        prefix_bytes: int = 2**28,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel or another module")
-        check_integers(slots=slots, queue=queue, budget=budget)
+        check_integers(slots=slots, queue=queue, budget=budget, prefix_bytes=prefix_bytes)
         if tokenizer is not None and not hasattr(tokenizer, "eos_token_id"):
             raise TypeError(
                 f"tokenizer: got {type(tokenizer).__name__}, expected one of transformers, such as "
                 "PreTrainedTokenizerFast(tokenizer_object=tokenizer)"
             )
-        for name, value, least in (("slots", slots, 1), ("queue", queue, 0), ("budget", budget, 16)):
-            if value is not None and value < least:
+        least_values = {"slots": 1, "queue": 0, "budget": 16, "prefix_bytes": 0}
+        for name, value in (
+            ("slots", slots),
+            ("queue", queue),
+            ("budget", budget),
+            ("prefix_bytes", prefix_bytes),
+        ):
+            if value is not None and value < (least := least_values[name]):
                 raise ValueError(f"{name}={value}: expected at least {least}")
         self.model, self.slots, self.queue = model.eval().requires_grad_(False), slots, queue
         self.serving = serving_model(model, slots)
@@ -165,11 +109,8 @@ class Engine:
             raise ValueError(
                 f"tokenizer: got {tokens} tokens, expected at most the model's {self.vocab_size}"
             )
-        # Beyond it a model with a table of positions fails, and any other was not trained.
-        of_transformers = not isinstance(model, DecodableModel) and not hasattr(model, "with_states")
-        self.longest: int | None = (
-            getattr(config, "max_position_embeddings", None) if of_transformers else None
-        )
+        self.longest: int | None = getattr(self.serving.model, "longest", None)
+        self.prefixes = Prefixes(prefix_bytes)
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         self.ends = {getattr(tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])}
         self.budget = budget or self.measured_budget()
@@ -211,7 +152,7 @@ class Engine:
         self.read([Generation([0] * count, slot=0)], count)[1].cpu()  # which waits for a GPU
         seconds = time.perf_counter() - start
         self.serving.leave(0)
-        return seconds if self.serving.failed.pop(0, None) is None else math.inf  # too long for the model
+        return seconds if self.serving.failed.pop(0, None) is None else float("inf")  # too long for the model
 
     def submit(self, generation: Generation) -> bool:
         """Puts a generation into the queue. False: the queue is full.
@@ -236,6 +177,10 @@ class Engine:
             raise ValueError(
                 f"{name}: expected None with {type(self.model).__name__}, whose states the engine cannot save: it has "
                 "layers that are not linear layers of linrope"
+            )
+        if generation.states is not None and generation.prefix:
+            raise ValueError(
+                f"prefix={generation.prefix}: expected 0 with states, which come before the prompt"
             )
         if generation.states is not None and empty is not None:
             found, expected = forms(generation.states), forms(empty)
@@ -287,8 +232,7 @@ class Engine:
             for generation in [x for x in self.running if x.cancelled]:
                 self.leave(generation)
             self.waiting = [x for x in self.waiting if not x.cancelled]
-            while self.free and self.waiting:
-                self.join(self.waiting.pop(0))
+            self.admit()
         steps: list[tuple[list[Generation], Tensor]] = []
         decoding = [x for x in self.running if len(x.unread) == 1]
         reading = [x for x in self.running if len(x.unread) > 1]
@@ -328,18 +272,32 @@ class Engine:
         others = sorted(generations[1:], key=lambda x: len(x.unread))[: max(0, budget // 16 - 1)]
         generations = sorted([generations[0], *others], key=lambda x: len(x.unread))
         for i, x in enumerate(generations):
-            share = budget // (len(generations) - i)
+            share = min(budget // (len(generations) - i), x.prefix_unread or budget)
             pieces.append(x.unread[:share])
             x.unread, budget = x.unread[share:], budget - len(pieces[-1])
         ended = [i for i, x in enumerate(generations) if not x.unread]
         logits = self.serving.read([x.slot for x in generations], pieces, ended)
+        for x, piece in zip(generations, pieces, strict=True):
+            if x.prefix_unread and x.slot not in self.serving.failed:
+                x.prefix_unread -= len(piece)
+                if not x.prefix_unread:
+                    self.prefixes.keep(x, self.serving.states(x.slot))
         return [x for i in ended if (x := generations[i]).slot not in self.serving.failed], logits
 
+    def admit(self) -> None:
+        """Lets those that wait join, as far as there are slots, but none whose prefix another one is reading."""
+        for generation in [*self.waiting]:
+            being_read = {x.prefix_key for x in self.running if x.prefix_unread}
+            if self.free and generation.prefix_key not in being_read:
+                self.waiting.remove(generation)
+                self.join(generation)
+
     def join(self, generation: Generation) -> None:
-        """Gives a generation a slot, with its states or empty ones."""
-        self.serving.join(self.free[-1], generation.states)
+        """Gives a generation a slot, with its states, those after its prefix, or empty ones."""
         generation.slot = self.free.pop()
         self.running.append(generation)
+        states = self.prefixes.take(generation) if generation.prefix else generation.states
+        self.serving.join(generation.slot, states)
 
     def fail(self, generation: Generation, error: Exception) -> tuple[Generation, Exception]:
         """Ends a generation with an error."""
@@ -352,6 +310,7 @@ class Engine:
         self.running.remove(generation)
         self.free.append(generation.slot)
         self.serving.leave(generation.slot)
+        self.serving.failed.pop(generation.slot, None)  # a step that raised leaves it
 
     def load(self, generation: Generation) -> bool:
         """Lets a generation continue from the file of its session. False: another model saved it."""

@@ -21,10 +21,12 @@ from linrope.layer.state import LayerState
 class ServingModel(Protocol):
     """A model and the sequences in its slots.
 
+    model: with the call of a LanguageModel.
     empty: the states of a sequence before its first token. None: its states cannot be saved to a file.
     failed: by slot, the errors of sequences that the last call could not read. It returns no logits for these.
     """
 
+    model: Any
     empty: list[LayerState] | None
     failed: dict[int, Exception]
 
@@ -44,7 +46,7 @@ class ServingModel(Protocol):
         """
 
     def states(self, slot: int) -> Any:
-        """The states in the slot, of which the prompt is being read. The next call may overwrite them."""
+        """The states in the slot, which the next call may overwrite. Of a batch: only while it reads the prompt."""
 
     def leave(self, slot: int) -> None:
         """Ends a sequence."""

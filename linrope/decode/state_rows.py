@@ -69,7 +69,11 @@ class StateRows:
         self, view: list[LayerState | dict[str, Any]], tokens: Tensor, lengths: Tensor, columns: int
     ) -> Tensor:
         positions = torch.arange(columns, device=tokens.device).expand(len(tokens), columns)
-        padding: dict[str, Any] = {"positions": positions, "mask": positions <= lengths[:, None], "lengths": lengths}
+        padding: dict[str, Any] = {
+            "positions": positions,
+            "mask": positions <= lengths[:, None],
+            "lengths": lengths,
+        }
         states = [
             x.donate()
             if isinstance(x, LayerState)
