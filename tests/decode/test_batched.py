@@ -37,7 +37,9 @@ def of_family(family: str) -> Callable[[], Any]:
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    **{x: of_family(x) for x in ("qwen3_5", "kimi_linear", "granitemoehybrid", "falcon_h1", "mamba2", "lfm2")},
+    **{
+        x: of_family(x) for x in ("qwen3_5", "kimi_linear", "granitemoehybrid", "falcon_h1", "mamba2", "lfm2")
+    },
     "linrope": lambda: LinRopeForCausalLM(LinRopeConfig(**LINROPE, full_attention_interval=2)),
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
 }
@@ -79,9 +81,7 @@ def test_requests_that_join_and_leave_get_what_the_model_generates_for_each_alon
     model, prompts, counts = made(kind), prompts_of((40, 1, 17, 70, 5)), (12, 20, 6, 9, 15)
     engine = Engine(model, slots=3, queue=5, budget=16)
     assert type(engine.serving) is Batched
-    requests = [
-        Recorded(list(x), max_tokens=n, temperature=0) for x, n in zip(prompts, counts, strict=True)
-    ]
+    requests = [Recorded(list(x), max_tokens=n, temperature=0) for x, n in zip(prompts, counts, strict=True)]
     assert all(engine.submit(x) for x in requests[:2])
     for _ in range(4):
         engine.step()
@@ -205,7 +205,9 @@ def test_a_client_that_leaves_changes_nothing_for_the_others(kind) -> None:
     model, _ = faulty(kind)
     engine, prompts = Engine(model, slots=4, queue=1, budget=64), prompts_of((9, 200, 12, 30, 4))
     expected = tokens_alone(engine, prompts, 8)
-    decoding, reading, first, second, waiting = (Recorded(list(x), max_tokens=8, temperature=0) for x in prompts)
+    decoding, reading, first, second, waiting = (
+        Recorded(list(x), max_tokens=8, temperature=0) for x in prompts
+    )
     assert all(engine.submit(x) for x in (decoding, reading, first, second, waiting))
     assert not engine.submit(Generation([1]))  # the queue is full
     while not first.tokens:
