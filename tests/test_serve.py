@@ -351,6 +351,9 @@ WRONG = {
     r"session: got 'a\\n'": {"session": "a\n"},
     "session: got ''": {"session": ""},
     "session: got 7": {"session": 7},
+    "prefix: got 7, expected text": {"prefix": 7},
+    "prefix: got 'a', expected none with a session": {"prefix": "a", "session": "a"},
+    "prompt: got 70003 tokens, expected at most 65536": {"prefix": "x" * 70_000, "prompt": "abc"},
 }
 
 
@@ -362,7 +365,7 @@ def test_wrong_values_get_400_with_what_was_expected(message: str, server) -> No
         server.client.post("/completions", content=data, cast_to=object)
     assert re.match(message, caught.value.body["message"])
     assert (caught.value.param, caught.value.type) == (name, "invalid_request_error")
-    if "70000" in message:
+    if "at most 65536" in message:
         assert caught.value.code == "context_length_exceeded"
 
 
@@ -417,6 +420,22 @@ def test_a_server_without_a_folder_for_sessions_refuses_them(model) -> None:
         running.complete("x", session="a")
 
 
+def test_a_prefix_is_put_before_the_prompt_and_read_once(model, server) -> None:
+    def hits() -> int:
+        text = server.client.get("../metrics", cast_to=str)
+        return int(re.search(r"^linrope_prefix_hits_total (\d+)$", text, re.MULTILINE)[1])
+
+    before = hits()
+    for i, (prefix, prompt) in enumerate(
+        [("Für den ", "Nagel"), ("Für den ", "Reiter"), ("Für den Nagel", "")]
+    ):
+        answer = server.whole(prompt, prefix=prefix, max_tokens=9, temperature=0)
+        assert answer.choices[0].text == alone(model, prefix + prompt, 9).decode(errors="replace")
+        assert answer.usage.prompt_tokens == len((prefix + prompt).encode())
+        assert hits() == before + min(i, 1)
+    assert server.complete("Für", prefix="", max_tokens=1)
+
+
 def test_a_step_that_fails_is_reported_and_the_server_goes_on(server, monkeypatch) -> None:
     monkeypatch.setattr(server.engine, "read", Mock(side_effect=RuntimeError("out of order")))
     with pytest.raises(openai.InternalServerError, match="out of order"):
@@ -428,7 +447,9 @@ def test_a_step_that_fails_is_reported_and_the_server_goes_on(server, monkeypatc
     assert server.free() == 16
 
 
-@pytest.mark.parametrize(("name", "value", "low"), [("slots", 0, 1), ("queue", -1, 0), ("budget", -5, 32)])
+@pytest.mark.parametrize(
+    ("name", "value", "low"), [("slots", 0, 1), ("queue", -1, 0), ("budget", -5, 32), ("prefix-bytes", -1, 0)]
+)
 def test_options_that_cannot_serve_are_refused(name, value, low, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["serve.py", f"--{name}", str(value), "no-such-folder"])
     with pytest.raises(SystemExit):

@@ -1,11 +1,12 @@
-"""An OpenAI-compatible completions server. linrope's own models are batched continuously.
+"""An OpenAI-compatible completions server with continuous batching.
 
     python docs/examples/serve.py               # trains a small model for some seconds and serves it
     python docs/examples/serve.py runs/demo     # serves a checkpoint of `linrope train`
     python docs/examples/serve.py FOLDER        # serves a model in Hugging Face format, with its tokenizer
 
 A request may name a session: the server then saves its states, and the next request of the session continues from
-them. There is no authentication: keep the server on the loopback address or behind a proxy.
+them. Or it may have a prefix, a text in front of the prompt that other requests share, which the server reads once.
+There is no authentication: keep the server on the loopback address or behind a proxy.
 """
 
 import argparse
@@ -39,7 +40,8 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"serve.py: {error.name} is missing; install linrope[serve]") from None
 
 from linrope.cli.pretrained import is_pretrained, load_pretrained, on_linrope, tokenizer_beside
-from linrope.decode.engine import Engine, Generation, Pieces
+from linrope.decode import Engine, Generation
+from linrope.decode.request import Pieces
 from linrope.models import LanguageModel
 from linrope.models.training import latest_checkpoint
 
@@ -48,7 +50,18 @@ LONGEST_STOP = 100  # bytes
 # OpenAI's arguments that are accepted with these values only.
 FIXED = {"best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "n": 1}
 FIXED |= {"presence_penalty": 0, "suffix": ""}
-READ = {"max_tokens", "model", "prompt", "seed", "session", "stop", "stream", "temperature", "top_p"}
+READ = {
+    "max_tokens",
+    "model",
+    "prefix",
+    "prompt",
+    "seed",
+    "session",
+    "stop",
+    "stream",
+    "temperature",
+    "top_p",
+}
 IGNORED = {"stream_options", "user"}  # the usage is always sent
 
 
@@ -82,17 +95,14 @@ def to_bytes(name: str, value: str) -> bytes:
         raise wrong(name, value, "text") from None
 
 
-def to_tokens(engine: Engine, prompt: object, special: bool) -> list[int]:
+def to_tokens(engine: Engine, prompt: object, special: bool, name: str = "prompt") -> list[int]:
     """The tokens of the prompt; special: with those that the model expects in front of a text."""
     if isinstance(prompt, str):
-        to_bytes("prompt", prompt)
+        to_bytes(name, prompt)
         prompt = engine.encode(prompt, special)
     last = engine.vocab_size - 1
     if not isinstance(prompt, list) or not all(type(x) is int and 0 <= x <= last for x in prompt):
-        raise wrong("prompt", prompt, f"text, or its tokens as a list of integers 0 .. {last}")
-    if len(prompt) > LONGEST_PROMPT:
-        message = f"prompt: got {len(prompt)} tokens, expected at most {LONGEST_PROMPT}"
-        raise Refused(400, message, "prompt", "context_length_exceeded")
+        raise wrong(name, prompt, f"text, or its tokens as a list of integers 0 .. {last}")
     return prompt
 
 
@@ -128,8 +138,18 @@ def parse(body: Any, engine: Engine, model: str, sessions: Path | None) -> Gener
         if not isinstance(session, str) or not re.fullmatch("[A-Za-z0-9_-]{1,64}", session):
             raise wrong("session", session, "1 to 64 of the characters A-Z, a-z, 0-9, _ and -")
     file = sessions / f"{session}.safetensors" if sessions and session else None
+    prefix, special = [], file is None or not file.exists()
+    if body.get("prefix") not in (None, ""):
+        if session is not None:
+            raise wrong("prefix", body["prefix"], "none with a session, which continues from its own text")
+        prefix, special = to_tokens(engine, body["prefix"], special, "prefix"), False
+    unread = prefix + to_tokens(engine, body.get("prompt"), special)
+    if len(unread) > LONGEST_PROMPT:
+        message = f"prompt: got {len(unread)} tokens, expected at most {LONGEST_PROMPT}"
+        raise Refused(400, message, "prompt", "context_length_exceeded")
     return Generation(
-        unread=to_tokens(engine, body.get("prompt"), special=file is None or not file.exists()),
+        unread=unread,
+        prefix=min(len(prefix), max(0, len(unread) - 1)),
         max_tokens=number(body, "max_tokens", 16, int, 1, LONGEST_COMPLETION),
         temperature=number(body, "temperature", 1.0, (int, float), 0, 2),
         top_p=number(body, "top_p", 1.0, (int, float), 0, 1),
@@ -205,7 +225,8 @@ class Server:
         """In Prometheus' text format. The tokens of a request count when it ends."""
         engine, lines = self.engine, []
         gauges = {"slots": engine.slots, "running": len(engine.running), "waiting": len(engine.waiting)}
-        for kind, values in (("counter", self.counts), ("gauge", gauges)):
+        counts = {**self.counts, "prefix_hits_total": engine.prefixes.hits}
+        for kind, values in (("counter", counts), ("gauge", gauges)):
             for name, value in values.items():
                 lines += [f"# TYPE linrope_{name} {kind}", f"linrope_{name} {value}"]
         return PlainTextResponse("\n".join([*lines, ""]))
@@ -337,10 +358,13 @@ def main() -> None:
     parser.add_argument("--queue", type=int, default=64, help="how many more may wait; others get status 429")
     parser.add_argument("--sessions", type=Path, help="folder for saved sessions; default: no sessions")
     parser.add_argument("--budget", type=int, help="prompt tokens per step; default: what takes 15 ms")
+    parser.add_argument(
+        "--prefix-bytes", type=int, default=2**28, help="size of the states kept of prefixes; 0: none"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of the model")
     options = parser.parse_args()
-    for name, low in {"slots": 1, "queue": 0, "budget": 32, "threads": 1}.items():
-        if (value := getattr(options, name)) is not None and value < low:
+    for name, low in {"slots": 1, "queue": 0, "budget": 32, "prefix-bytes": 0, "threads": 1}.items():
+        if (value := getattr(options, name.replace("-", "_"))) is not None and value < low:
             parser.error(f"--{name}: got {value}, expected at least {low}")
     torch.set_num_threads(options.threads)
     try:
@@ -355,7 +379,7 @@ def main() -> None:
             model = load_pretrained(folder) if is_pretrained(folder) else LanguageModel.load(folder)
             tokenizer = tokenizer_beside(folder, model.config.vocab_size)
         on_linrope(model, torch.device("cpu"))
-        engine = Engine(model, options.slots, options.queue, options.budget, tokenizer)
+        engine = Engine(model, options.slots, options.queue, options.budget, tokenizer, options.prefix_bytes)
         if options.sessions and engine.serving.empty is None:
             parser.error(
                 f"--sessions: expected none with {type(model).__name__}, whose states cannot be saved"
