@@ -266,6 +266,19 @@ def test_a_killed_client_gives_its_slot_back(stream: bool, server, monkeypatch) 
     assert server.complete("Für", max_tokens=1)
 
 
+def test_a_request_past_a_model_s_positions_gets_400() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2, n_positions=48)
+    with Running(transformers.GPT2LMHeadModel(config), slots=2, queue=0) as running:
+        message = "prompt: got 45 tokens, expected at most 39 with max_tokens=9"
+        with pytest.raises(openai.BadRequestError, match=message) as caught:
+            running.complete("x" * 45, max_tokens=9)
+        assert caught.value.code == "context_length_exceeded"
+        assert running.whole("x" * 39, max_tokens=9).usage.completion_tokens == 9
+        assert running.free() == 2
+
+
 def test_a_full_queue_refuses_with_429_until_there_is_room(model, monkeypatch) -> None:
     with Running(model, slots=1, queue=1) as running:
         step, go_on = running.engine.step, threading.Event()

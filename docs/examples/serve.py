@@ -144,13 +144,15 @@ def parse(body: Any, engine: Engine, model: str, sessions: Path | None) -> Gener
             raise wrong("prefix", body["prefix"], "none with a session, which continues from its own text")
         prefix, special = to_tokens(engine, body["prefix"], special, "prefix"), False
     unread = prefix + to_tokens(engine, body.get("prompt"), special)
-    if len(unread) > LONGEST_PROMPT:
-        message = f"prompt: got {len(unread)} tokens, expected at most {LONGEST_PROMPT}"
+    max_tokens = number(body, "max_tokens", 16, int, 1, LONGEST_COMPLETION)
+    longest = min(LONGEST_PROMPT, max(0, (engine.longest or 2**63) - max_tokens))
+    if len(unread) > longest:
+        message = f"prompt: got {len(unread)} tokens, expected at most {longest} with max_tokens={max_tokens}"
         raise Refused(400, message, "prompt", "context_length_exceeded")
     return Generation(
         unread=unread,
         prefix=min(len(prefix), max(0, len(unread) - 1)),
-        max_tokens=number(body, "max_tokens", 16, int, 1, LONGEST_COMPLETION),
+        max_tokens=max_tokens,
         temperature=number(body, "temperature", 1.0, (int, float), 0, 2),
         top_p=number(body, "top_p", 1.0, (int, float), 0, 1),
         seed=number(body, "seed", None, int, -(2**63), 2**63 - 1),
@@ -385,13 +387,11 @@ def main() -> None:
                 f"--sessions: expected none with {type(model).__name__}, whose states cannot be saved"
             )
         server = Server(engine, name, options.sessions)
-    except (
-        ImportError,
-        OSError,
-        ValueError,
-    ) as error:  # such as a missing checkpoint, or a package that it needs
+    # Such as a missing checkpoint, or a package that it needs
+    except (ImportError, OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
-    print(f"{name}: {engine}")
+    reason = getattr(engine.serving, "reason", None)
+    print(f"{name}: {engine}" + (f", one request after another: {reason}" if reason else ""))
     uvicorn.run(server.app(), host=options.host, port=options.port, access_log=False)
 
 
