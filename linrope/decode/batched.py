@@ -64,21 +64,27 @@ class Batch:
             pool[row, :, length:] = 0  # NaN of a sequence that has left would pass through a weight of 0
         self.slots.append(slot)
         self.lengths.append(length)
+        self.view = None
 
-    def take(self, slot: int) -> tuple[list[Tensor], list[Tensor], int]:
-        """Removes a sequence; returns its tensors and its length. The last row moves into its place."""
-        row, last, length = self.slots.index(slot), len(self.slots) - 1, self.lengths[self.slots.index(slot)]
+    def tensors(self, slot: int) -> tuple[list[Tensor], list[Tensor], int]:
+        """A copy of a sequence's fixed and growing tensors, and its length."""
+        row = self.slots.index(slot)
+        length = self.lengths[row]
         fixed = [x[row : row + 1].clone() for x in self.fixed]
-        growing = [x[row : row + 1, :, :length].clone() for x in self.growing]
+        return fixed, [x[row : row + 1, :, :length].clone() for x in self.growing], length
+
+    def remove(self, slot: int) -> None:
+        """Removes a sequence. The last row moves into its place."""
+        row, last = self.slots.index(slot), len(self.slots) - 1
         if row != last:
             for x in (*self.fixed, *self.growing):
                 x[row] = x[last]
-        self.slots[row], self.lengths[row] = self.slots[last], self.lengths[last]
-        self.slots.pop(), self.lengths.pop()
+        for numbers in (self.slots, self.lengths):
+            numbers[row] = numbers[last]
+            numbers.pop()
         self.view = None
         if not self.slots:
             self.fixed, self.growing = [], []  # an idle batch takes no memory
-        return fixed, growing, length
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Reads a token (b, 1) of each sequence; returns the logits (b, vocab_size)."""
@@ -92,19 +98,19 @@ class Batch:
         return logits
 
     def _make_room(self, rows: int, columns: int) -> None:
-        self.view = None if rows != len(self.slots) else self.view
-        self.fixed = [_enlarged(x, (rows, *x.shape[1:])) for x in self.fixed]
-        growing = [_enlarged(x, (rows, x.shape[1], columns, x.shape[3])) for x in self.growing]
-        if any(x is not y for x, y in zip(growing, self.growing, strict=True)):
-            self.growing, self.view = growing, None
+        for tensors, least in ((self.fixed, (rows,)), (self.growing, (rows, 0, columns))):
+            for i, x in enumerate(tensors):
+                if any(size < n for size, n in zip(x.shape, least, strict=False)):
+                    self.view = None  # it would keep the smaller tensor
+                    tensors[i] = _enlarged(x, least)
 
 
 def _enlarged(x: Tensor, least: tuple[int, ...]) -> Tensor:
-    """x itself if it has this shape at least, else a copy in zeros, of twice the size where it is too small."""
-    shape = [size if size >= n else 1 << (n - 1).bit_length() for size, n in zip(x.shape, least, strict=True)]
-    if shape == [*x.shape]:
-        return x
-    larger = x.new_zeros(shape)
+    """A copy in zeros whose first sizes are at least these: powers of two where x is smaller."""
+    sizes = [
+        size if size >= n else 1 << (n - 1).bit_length() for size, n in zip(x.shape, least, strict=False)
+    ]
+    larger = x.new_zeros(*sizes, *x.shape[len(sizes) :])
     larger[tuple(slice(size) for size in x.shape)] = x
     return larger
 
@@ -126,7 +132,7 @@ class Batched(Separate):
         logits: dict[int, Tensor] = {}
         for slot, token in zip(slots, tokens, strict=True):
             if slot not in self.batch_of and self.kept[slot] is None:  # a prompt of one token
-                logits |= dict.fromkeys([slot], self.read([slot], [token], [0]))
+                logits[slot] = self.read([slot], [token], [0])
             else:
                 try:
                     self.place(slot)
@@ -150,15 +156,15 @@ class Batched(Separate):
         digits = (max(length, 511).bit_length() + 2) // 3
         batch = self.batches.setdefault(digits, Batch(self.rows))
         if batch is not before:
-            tensors = before.take(slot) if before else self.rows.split(self.kept[slot])
-            self.batch_of.pop(slot, None)  # it is in neither, if there is no memory for it
-            batch.add(slot, *tensors)
+            batch.add(slot, *(before.tensors(slot) if before else self.rows.split(self.kept[slot])))
+            if before:
+                before.remove(slot)
             self.batch_of[slot], self.kept[slot] = batch, None
 
     def leave(self, slot: int) -> None:
         super().leave(slot)
         if batch := self.batch_of.pop(slot, None):
-            batch.take(slot)
+            batch.remove(slot)
 
 
 @torch.no_grad()

@@ -124,8 +124,9 @@ def test_the_last_row_takes_the_place_of_one_that_leaves() -> None:
     for slot, length in ((7, 3), (5, 1), (2, 6)):
         batch.add(slot, [torch.full((1, 1), float(length))], [torch.ones(1, 1, length, 1)], length)
     assert batch.decode(torch.tensor([[1], [2], [3]])).tolist() == [[4, 4], [3, 3], [9, 9]]
-    fixed, growing, length = batch.take(7)
+    fixed, growing, length = batch.tensors(7)
     assert (fixed[0].tolist(), growing[0].flatten().tolist(), length) == ([[4]], [1, 1, 1, 1], 4)
+    batch.remove(7)
     assert (batch.slots, batch.lengths) == ([2, 5], [7, 2])
     assert batch.decode(torch.tensor([[1], [1]])).tolist() == [[10, 10], [4, 4]]
     batch.add(9, [torch.zeros(1, 1)], [torch.ones(1, 1, 0, 1)], 0)  # where a longer sequence was
