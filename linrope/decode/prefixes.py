@@ -1,6 +1,7 @@
 """The states after texts that several requests begin with."""
 
 import copy
+import math
 from collections import OrderedDict
 from typing import Any
 
@@ -19,9 +20,8 @@ class Prefixes:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes, self.hits = most_bytes, 0, 0
         self.kept: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
-        self.too_long: float = (
-            float("inf") if most_bytes else 0
-        )  # the shortest prefix that was found too large
+        # The length of the shortest prefix whose states were too large
+        self.too_long = math.inf if most_bytes else 0
 
     def take(self, generation: Generation) -> Any:
         """A copy of the states after the generation's prefix, which it then need not read. None: there are none."""
