@@ -5,8 +5,7 @@
 Every client sends a prompt of as many bytes as the context, and gets the same number of bytes back. Both models have
 random weights. They run in one process, take turns, and their figures are minima of the CPU time of one thread.
 "linrope, no prepared step" decodes with the model's own call, as softmax attention does. "delta rule" is the same block
-with an erase gate. The cache is allocated in advance, so that no step copies it. The softmax model reads each prompt in
-one call, linrope in pieces.
+with an erase gate. The softmax model reads each prompt in one call, linrope in pieces.
 
 Then clients over the loopback measure the whole server in wall time, with the web server and the clients on the same
 machine, and how long a stream pauses while another client sends the longest prompt allowed.
@@ -19,94 +18,29 @@ import multiprocessing
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from linrope.cli.bench.benchmark import machine
 from linrope.cli.demonstration import LINEAR, SOFTMAX
-from linrope.decode.engine import Engine, Generation
+from linrope.decode import Engine, Generation
 from linrope.models import LanguageModel, LanguageModelConfig, generate
-from linrope.position_encodings import KeyValueState
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class AllocatedCache(KeyValueState):
-    """A key/value cache with room for later tokens: its tensors are the first columns of those in ``room``."""
-
-    room: Any = None  # {name: tensor}
-
-    def append(self, later: KeyValueState) -> "AllocatedCache":
-        start, end = self.k.shape[1], self.k.shape[1] + later.k.shape[1]
-        for name, x in later.tensors().items():
-            self.room[name][:, start:end] = x
-        return replace(self, **{name: self.room[name][:, :end] for name in later.tensors()})
-
-
-class SoftmaxPool:
-    """A model for ``Engine`` with key/value caches in one batch, for prompts of one length that arrive together.
-
-    There is one prompt for each slot, and each is read in one call.
-    """
-
-    empty = None
-    failed: ClassVar[dict[int, Exception]] = {}
-
-    def __init__(self, model: LanguageModel, slots: int, longest: int) -> None:
-        self.model, self.slots, self.longest, self.pool = model, slots, longest, []
-
-    def join(self, slot: int, states: None) -> None:
-        """The prompt of a slot fills its cache."""
-
-    def leave(self, slot: int) -> None:
-        """The benchmark makes a new engine for each run."""
-
-    def read(self, slots: list[int], pieces: list[list[int]], ended: list[int]) -> Tensor:
-        logits = []
-        for slot, piece in zip(slots, pieces, strict=True):
-            last, states = self.model(torch.tensor([piece]), logits_to_keep=1)
-            logits.append(last[:, -1])
-            if not self.pool:
-                self.pool = [self.allocate(state) for state in states]
-            for cache, state in zip(self.pool, states, strict=True):
-                for name, row in state.tensors().items():
-                    target = cache.conv if name == "conv" else cache.room[name][:, : len(piece)]
-                    target[slot] = row[0]
-        return torch.cat(logits)[ended]
-
-    def allocate(self, state: KeyValueState) -> AllocatedCache:
-        n, length = self.slots, state.k.shape[1]
-        kept = {name: x for name, x in state.tensors().items() if name != "conv"}
-        room = {name: x.new_zeros(n, self.longest, *x.shape[2:]) for name, x in kept.items()}
-        conv = None if state.conv is None else state.conv.new_zeros(n, *state.conv.shape[1:])
-        columns = {name: x[:, :length] for name, x in room.items()}
-        return AllocatedCache(**columns, identity=state.identity, conv=conv, room=room)
-
-    def decode(self, slots: list[int], unread: list[list[int]]) -> Tensor:
-        tokens = torch.zeros(self.slots, 1, dtype=torch.int64)
-        tokens[slots] = torch.tensor(unread)
-        logits, self.pool = self.model(tokens, self.pool)
-        return logits[slots, 0]
-
-
-def bytes_per_client(engine: Engine) -> int:
-    if isinstance(engine.serving, SoftmaxPool):
-        tensors = [x for cache in engine.serving.pool for x in (cache.room["k"], cache.room["v"], cache.conv)]
-        return sum(x.nbytes for x in tensors if x is not None) // engine.slots
-    return sum(state.nbytes for state in engine.serving.pool) // engine.slots
+def bytes_per_client(model: LanguageModel, longest: int) -> int:
+    """The size of the states after so many bytes of text."""
+    _, states = model(torch.zeros(1, longest, dtype=torch.int64), logits_to_keep=1)
+    return sum(state.nbytes for state in states)
 
 
 def make(side: str, models: dict[str, LanguageModel], clients: int, longest: int) -> Engine:
     model, _, without_prepared = side.partition(",")
     budget = clients * longest if side == "softmax" else 512
     engine = Engine(models[model], clients, queue=0, budget=budget)
-    if side == "softmax":
-        engine.serving = SoftmaxPool(models[model], clients, longest)
     if without_prepared:
         engine.serving.prepared = None
     return engine
@@ -163,7 +97,8 @@ def measure(
         for side in SIDES:
             engine = make(side, models, clients, context + count)
             seconds = run(engine, prompts, count)
-            row = rows.setdefault(side, {"bytes_per_client": bytes_per_client(engine)} | seconds)
+            size = bytes_per_client(engine.serving.model, context + count)
+            row = rows.setdefault(side, {"bytes_per_client": size} | seconds)
             row.update({name: min(row[name], x) for name, x in seconds.items()})
     return {
         side: {

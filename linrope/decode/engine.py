@@ -113,6 +113,7 @@ class Engine:
         self.prefixes = Prefixes(prefix_bytes)
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         self.ends = {getattr(tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])}
+        self.oldest_reads = False  # the oldest prompt, where only one is read in a step
         self.budget = budget or self.measured_budget()
         self.free, self.stopped, self.changed = list(range(slots)), False, threading.Condition()
         self.running: list[Generation] = []
@@ -262,15 +263,19 @@ class Engine:
         return [x for x in generations if x.slot not in self.serving.failed], logits
 
     def read(self, generations: list[Generation], budget: int) -> tuple[list[Generation], Tensor]:
-        """Reads pieces of prompts: an even share of the budget each, but at least 16 tokens.
+        """Reads pieces of prompts: even shares of the budget, but no fewer tokens than ``least_piece``.
 
         The shortest prompts come first, so none of them waits for a long one. The prompt that has waited longest, the
-        first of ``generations``, always gets a share too. Returns the generations whose prompts end here, and the
-        logits of their first tokens.
+        first of ``generations``, always gets a share too, or every second budget that is too small for two. Returns the
+        generations whose prompts end here, and the logits of their first tokens.
         """
         pieces: list[list[int]] = []
-        others = sorted(generations[1:], key=lambda x: len(x.unread))[: max(0, budget // 16 - 1)]
-        generations = sorted([generations[0], *others], key=lambda x: len(x.unread))
+        oldest, *others = generations
+        others = sorted(others, key=lambda x: len(x.unread))[: max(1, budget // self.serving.least_piece - 1)]
+        generations = sorted([oldest, *others], key=lambda x: len(x.unread))
+        if budget < 2 * self.serving.least_piece:
+            self.oldest_reads = not self.oldest_reads
+            generations = [oldest] if self.oldest_reads else generations[:1]
         for i, x in enumerate(generations):
             share = min(budget // (len(generations) - i), x.prefix_unread or budget)
             pieces.append(x.unread[:share])

@@ -25,6 +25,8 @@ class Separate:
         reason: why the model cannot read its sequences together.
     """
 
+    least_piece = 128  # each piece is a call of its own
+
     def __init__(self, model: Any, reason: str | None = None) -> None:
         self.model, self.reason = model, reason
         self.empty: list[LayerState] | None = None

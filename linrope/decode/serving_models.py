@@ -24,11 +24,13 @@ class ServingModel(Protocol):
     model: with the call of a LanguageModel.
     empty: the states of a sequence before its first token. None: its states cannot be saved to a file.
     failed: by slot, the errors of sequences that the last call could not read. It returns no logits for these.
+    least_piece: fewer tokens of a prompt in one call would take longer for each token.
     """
 
     model: Any
     empty: list[LayerState] | None
     failed: dict[int, Exception]
+    least_piece: int
 
     def join(self, slot: int, states: Any) -> None:
         """Begins a sequence with these states, which it may overwrite; None: with those before the first token."""
@@ -74,6 +76,8 @@ def serving_model(model: Any, slots: int) -> ServingModel:
 
 class Pool:
     """Each sequence has a row in every block's pool of states. The model reads all of them in one call."""
+
+    least_piece = 16
 
     def __init__(self, model: Any, empty: list[LayerState], slots: int) -> None:
         self.model, self.first, self.device = model, empty, empty[0].position.device

@@ -1,6 +1,7 @@
 """Caches of recurrent layers that are cropped, and generate() with drafts."""
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -78,6 +79,18 @@ def test_single_tokens_are_removed_as_a_draft_model_does(family: str) -> None:
         assert relative(after_singles(4), after_singles(0)) < 2e-5
 
 
+def drafting(net: nn.Module, noise: float) -> Any:
+    """A draft model of four tokens, whose only difference is noise."""
+    draft: Any = copy.deepcopy(net)
+    draft.generation_config.update(
+        num_assistant_tokens=4, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
+    )
+    with torch.no_grad():
+        for x in draft.parameters():
+            x.add_(torch.randn_like(x) * noise * x.square().mean().sqrt())
+    return draft
+
+
 HALF = ("granitemoehybrid", "falcon_h1", "kimi_linear", "olmo_hybrid", "qwen3_5")
 
 
@@ -92,13 +105,7 @@ def test_drafts_give_the_tokens_of_greedy_search(family: str, dtype: torch.dtype
     prompt = tokens(1, 12).repeat(1, 2)
     padded, mask = prompt.clone(), torch.ones_like(prompt)
     padded[:, :5], mask[:, :5] = 0, 0
-    draft: Any = copy.deepcopy(net)
-    draft.generation_config.update(
-        num_assistant_tokens=4, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
-    )
-    with torch.no_grad():
-        for x in draft.parameters():
-            x.add_(torch.randn_like(x) * 0.05 * x.square().mean().sqrt())
+    draft = drafting(net, noise=0.05)
     drafts = [{"prompt_lookup_num_tokens": 4}]
     if family != "mamba2":  # transformers asks a draft's cache for its length, which Mamba-2's does not know
         drafts.append({"assistant_model": draft})
@@ -120,6 +127,35 @@ def test_sampled_tokens_are_drawn_from_the_model_s_own_logits(family: str) -> No
         )  # fmt: skip
         expected = net(out.sequences).logits[:, 23:-1].detach()
     assert relative(torch.stack(out.logits, 1), expected) < 2e-5
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_drafts_leave_the_distribution_of_samples_as_it_is() -> None:
+    """Pearson's statistic of the first three tokens, of which each has two possible values."""
+    net: Any = model("qwen3_5")
+    draft = drafting(net, noise=0.5)
+    prompt, draws = tokens(1, 9), 2000
+    options = {"do_sample": True, "top_k": 2, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 4}
+    counts: Counter[tuple[int, ...]] = Counter()
+    with linrope_transformers.enable("qwen3_5"):
+        for seed in range(draws):
+            torch.manual_seed(seed)
+            text = net.generate(prompt, assistant_model=draft, **options)
+            counts[tuple(text[0, 9:12].tolist())] += 1
+        expected: dict[tuple[int, ...], float] = {(): 1.0}
+        for _ in range(3):
+            longer = {}
+            for text, p in expected.items():
+                likely = net(torch.tensor([[*prompt[0].tolist(), *text]])).logits[0, -1].topk(2)
+                for token, share in zip(
+                    likely.indices.tolist(), likely.values.softmax(-1).tolist(), strict=True
+                ):
+                    longer[(*text, token)] = p * share
+            expected = longer
+    assert counts.keys() <= expected.keys()
+    statistic = sum((counts[x] - draws * p) ** 2 / (draws * p) for x, p in expected.items())
+    assert statistic < 24.3  # 7 degrees of freedom: exceeded once in 1,000
 
 
 @torch.no_grad()
