@@ -131,14 +131,18 @@ def main() -> None:
         return Engine(model, slots, queue=SHARING, budget=512, tokenizer=tokenizer)
 
     sides: dict[str, Callable[[], dict[str, Any]]] = {
-        "generate(), one after the other": lambda: by_generate(model, prompts, options.tokens, False),
-        "generate(), a padded batch": lambda: by_generate(model, prompts, options.tokens, True),
-        "Engine": lambda: by_engine(engine(options.requests), prompts, options.tokens),
+        "`generate()`, one after the other": lambda: by_generate(model, prompts, options.tokens, False),
+        "`generate()`, a padded batch": lambda: by_generate(model, prompts, options.tokens, True),
+        "`Engine`": lambda: by_engine(engine(options.requests), prompts, options.tokens),
     }
     rows = measure(sides, options.rounds)
     prefixes: dict[str, Callable[[], dict[str, Any]]] = {
-        "each reads it": lambda: by_engine(engine(options.requests), sharing, AFTER_PREFIX),
-        "prefix=2000": lambda: by_engine(engine(options.requests), sharing, AFTER_PREFIX, PREFIX),
+        "`Engine`, 50 requests with one prefix, each reads it": lambda: by_engine(
+            engine(options.requests), sharing, AFTER_PREFIX
+        ),
+        "`Engine`, 50 requests with `prefix=2000`": lambda: by_engine(
+            engine(options.requests), sharing, AFTER_PREFIX, PREFIX
+        ),
     }
     rows += measure(prefixes, 1)
     if options.out:

@@ -226,7 +226,37 @@ def price() -> str:
     return table(" | bits per byte | state | time of a step | in plain PyTorch", rows)
 
 
+def drafts() -> str:
+    """Tokens per second of greedy search, and how many times as many with drafts, by model and text."""
+    found = {(row["model"], row["text"], row["side"]): row for row in newest("drafts")["rows"]}
+
+    def cells(model: str, text: str) -> Iterator[str]:
+        yield {"qwen3_5": "Qwen3.5", "linrope": "LinRope"}[model]
+        yield text
+        yield f"{found[model, text, 'greedy']['tokens_per_second']:.1f}"
+        for side in ("prompt lookup", "draft model"):
+            row = found[model, text, side]
+            yield f"{row['times_greedy']:.2f}x ({row['tokens_per_call']:.1f})"
+
+    places = dict.fromkeys((model, text) for model, text, _ in found)
+    head = "model | text | greedy search, tokens per second | prompt lookup (tokens per pass) | draft model"
+    return table(head, (cells(*place) for place in places))
+
+
+def hybrids() -> str:
+    """Requests to a hybrid, by how they are served."""
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        first = [f"{row[f'first_token_{x}']:.1f} s" for x in ("median", "longest")]
+        return [row["side"], f"{row['tokens_per_second']:.1f}", *first, f"{row['bytes'] / 1e6:,.0f} MB"]
+
+    head = "served by | tokens per second | first token, median | longest | memory"
+    return table(head, map(cells, newest("serving-hybrids")["rows"]))
+
+
 PAGES = {
+    "docs/drafts.md": {"drafts": drafts},
+    "docs/serving.md": {"hybrids": hybrids},
     "docs/backends.md": {"gpu-runs": gpu.gpu_runs, "gpu-errors": gpu.gpu_errors},
     "docs/evidence.md": {"price": price},
     "README.md": {"families": models_in_short, "study": partial(quality, "#what-it-computes")},

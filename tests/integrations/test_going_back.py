@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -40,13 +41,14 @@ def read(net: nn.Module, cache: dict[str, Any], ids: Tensor, rejected: Tensor) -
     return result.logits[:, : ids.shape[1]]
 
 
-def with_drafts(family: str, net: nn.Module, ids: Tensor, drafts: list[int]) -> Tensor:
-    """The logits of ids, read in pieces of 16, 3, 1, 1, 3 and 1 tokens, each with so many rejected tokens."""
+def with_drafts(
+    family: str, net: nn.Module, ids: Tensor, drafts: list[int], lengths: Sequence[int] = (16, 3, 1, 1, 3, 1)
+) -> Tensor:
+    """The logits of ids, read in pieces of these lengths, each with so many rejected tokens."""
     cache = recording_cache(family, net)
-    pieces = ids.split([16, 3, 1, 1, 3, 1], 1)
-    return torch.cat(
-        [read(net, cache, x, tokens(len(ids), n, seed=n)) for x, n in zip(pieces, drafts, strict=True)], 1
-    )
+    rejected = [tokens(len(ids), n, seed=n) for n in drafts]
+    pieces = zip(ids.split([*lengths], 1), rejected, strict=True)
+    return torch.cat([read(net, cache, *piece) for piece in pieces], 1)
 
 
 @every_family
@@ -158,6 +160,20 @@ def test_drafts_leave_the_distribution_of_samples_as_it_is() -> None:
     assert statistic < 24.3  # 7 degrees of freedom: exceeded once in 1,000
 
 
+@every_family
+@torch.no_grad()
+def test_recording_may_begin_after_a_prompt(family: str) -> None:
+    net, ids = model(family), tokens(1, 21)
+    with linrope_transformers.enable(family):
+        cache = {CACHE[family]: DynamicCache(config=net.config.get_text_config())}  # type: ignore[operator, union-attr]
+        net(ids[:, :15], use_cache=True, **cache)
+        cache[CACHE[family]].activate_past_recording()
+        read(net, cache, ids[:, 15:17], tokens(1, 4, seed=2))
+        got = read(net, cache, ids[:, 17:], ids[:, :0])
+        expected = with_drafts(family, net, ids, [0] * 3, [15, 2, 4])[:, 17:]
+    assert relative(got, expected) < 2e-5
+
+
 @torch.no_grad()
 def test_the_past_of_a_long_text_is_bounded() -> None:
     family = "qwen3_5"
@@ -182,7 +198,9 @@ def test_the_past_of_a_long_text_is_bounded() -> None:
     assert relative(got, expected) < 2e-5
 
 
-@pytest.mark.parametrize("other", ["reorder_cache", "reset", "gradients", "transformers alone"])
+@pytest.mark.parametrize(
+    "other", ["reorder_cache", "reset", "gradients", "transformers alone", "transformers in between"]
+)
 def test_a_cache_that_cannot_go_back_says_so(other: str) -> None:
     family = "qwen3_5"
     net, ids = model(family), tokens(1, 8)
@@ -193,6 +211,9 @@ def test_a_cache_that_cannot_go_back_says_so(other: str) -> None:
             linrope_transformers.disable(family)
         with torch.set_grad_enabled(other == "gradients"):
             net(ids, use_cache=True, **cache)
+            if other == "transformers in between":
+                linrope_transformers.disable(family)
+                net(ids[:, :3], use_cache=True, **cache)
         linrope_transformers.enable(family)
         if other == "reorder_cache":
             made.reorder_cache(torch.tensor([0]))

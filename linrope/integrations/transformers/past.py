@@ -30,17 +30,20 @@ class Past:
     """The tokens that a layer has read since the last crop.
 
     Args:
+        columns: those of the convolution's inputs in the cache before these tokens.
         swapped: the cache's sums are (b, h, p, s), not (b, h, s, p).
         constants: arguments of ``linear_rope_attention`` that are the same for all tokens.
     """
 
-    def __init__(self, swapped: bool, constants: Mapping[str, Any]) -> None:
-        self.swapped, self.constants = swapped, constants
+    def __init__(self, columns: int, swapped: bool, constants: Mapping[str, Any]) -> None:
+        self.columns, self.swapped, self.constants = columns, swapped, constants
+        self.read = 0  # tokens since the last crop
         self.before: Tensor | None = None  # (b, h, s, p); None: zeros
         self.calls: list[dict[str, Tensor]] = []  # by argument, each (b, n, ..)
 
     @property
     def tokens(self) -> int:
+        """How many of them can be removed."""
         return sum(call["v"].shape[1] for call in self.calls)
 
     def add(self, before: Tensor | None, tokens: dict[str, Tensor]) -> None:
@@ -48,9 +51,14 @@ class Past:
         if not self.calls:
             self.before = None if before is None else before.clone()
         self.calls.append(tokens)
+        self.read += tokens["v"].shape[1]
         if (surplus := self.tokens - LONGEST) > LONGEST:
             self.before, inputs = self.sums(surplus), self._joined()
             self.calls = [{name: x[:, surplus:].clone() for name, x in inputs.items()}]
+
+    def begin_anew(self, columns: int) -> None:
+        self.columns, self.read = columns, 0
+        self.calls.clear()
 
     def sums(self, count: int) -> Tensor | None:
         """(b, h, s, p) after the first tokens, as many as count. None: zeros."""
@@ -90,7 +98,7 @@ def record(
         return
     past = getattr(layer, _ATTRIBUTE, None)
     if past is None:
-        past = Past(swapped, constants)
+        past = Past(layer.conv_states[0].shape[-1] - given["v"].shape[1], swapped, constants)
         setattr(layer, _ATTRIBUTE, past)
     past.add(before, given)
 
@@ -134,12 +142,18 @@ def forward_of_mixer(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _whole_past(layer: Any) -> Past | None:
+    """The past of a cache's layer. None: it has none, or transformers alone has read some of its tokens."""
+    past: Past | None = getattr(layer, _ATTRIBUTE, None)
+    return past if past is not None and layer.conv_states[0].shape[-1] - past.columns == past.read else None
+
+
 def crop(original: Callable[..., Any]) -> Callable[..., Any]:
     """``crop`` of a cache's layer, which transformers' own does for the convolution alone."""
 
     @wraps(original)
     def call(self: Any, tokens_to_remove: int) -> None:
-        past, count = getattr(self, _ATTRIBUTE, None), -tokens_to_remove
+        past, count = _whole_past(self), -tokens_to_remove
         recurrent = any(self.is_recurrent_states_initialized.values())
         if recurrent and count > (have := 0 if past is None else past.tokens):
             raise RuntimeError(
@@ -160,7 +174,7 @@ def crop(original: Callable[..., Any]) -> Callable[..., Any]:
                 state.zero_()
             else:
                 state.copy_(sums.mT if past.swapped else sums)
-        past.calls.clear()
+        past.begin_anew(self.conv_states[0].shape[-1])
 
     return call
 
@@ -169,8 +183,7 @@ def is_croppable(original: Any) -> property:
     """``is_croppable`` of a cache's layer: true for recurrent states that linrope records."""
 
     def croppable(self: Any) -> bool:
-        past = getattr(self, _ATTRIBUTE, None)
-        return bool(original.fget(self) or (self.record_past and past is not None))
+        return bool(original.fget(self) or (self.record_past and _whole_past(self) is not None))
 
     return property(croppable)
 
