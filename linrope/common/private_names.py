@@ -131,3 +131,9 @@ def softmax_implementation(config: Any) -> str:
 def forward_behind_hooks(module: nn.Module) -> Any:
     """The forward method that accelerate's hooks call, which they keep under this name alone; else the module's."""
     return getattr(module, "_old_forward", module.forward)
+
+
+# A class of transformers with this flag refuses to draft tokens, whether or not its cache could go back.
+REFUSES_DRAFTS = "_is_stateful"
+# The part of generate() that drafts tokens, and alone knows when the last one has been read.
+GENERATES_WITH_DRAFTS = "_assisted_decoding"

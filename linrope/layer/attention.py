@@ -385,7 +385,7 @@ class LinearRoPEAttention(Mixer):
         self, xqkv: _Four, projected: _Three | None, state: LayerState | None, options: Options, count: int
     ) -> LayerState | None:
         """The state after the first tokens of a call, from what its projections gave. For ``record``."""
-        first: Any = first_tokens(options, xqkv[0].shape[1], count)
+        first: Any = first_tokens(options, count)
         conv = None
         if projected is not None:
             q, k, v = (y[:, :count] for y in projected)

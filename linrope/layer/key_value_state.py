@@ -56,9 +56,9 @@ class KeyValueState:
         """This state followed by the keys and values of ``later``."""
         return self._map(lambda before, after: torch.cat((before, after), 1), later)
 
-    def first(self, length: int) -> "KeyValueState":
-        """Without the keys and values after the first ones, as many as length, and without conv."""
-        return replace(self, conv=None)._map(lambda x: x[:, :length])
+    def first(self, length: int, conv: Tensor | None) -> "KeyValueState":
+        """Without the keys and values after the first ones, as many as length. conv: that of the shorter state."""
+        return replace(replace(self, conv=None)._map(lambda x: x[:, :length]), conv=conv)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by field name; each has a row for each sequence."""

@@ -42,10 +42,12 @@ def record(after: StateAfter) -> None:
         made.append(after)
 
 
-def first_tokens(options: Mapping[str, Any], n: int, count: int) -> dict[str, Any]:
-    """The arguments of ``linear_rope_attention`` for the first of n tokens, as many as count."""
+def first_tokens(options: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The arguments of ``linear_rope_attention`` for the first tokens, as many as count."""
     cut = {name: x[:, :count] for name, x in options.items() if name in _PER_TOKEN and x is not None}
-    if (positions := options.get("positions")) is not None:  # (n,), (b, n), (n, axes) or (b, n, axes)
-        axis = -1 if positions.ndim < 3 and positions.shape[-1] == n else -2
-        cut["positions"] = positions.narrow(axis, 0, count)
+    if (
+        positions := options.get("positions")
+    ) is not None:  # (n,) or (b, n), with axes (n, axes) or (b, n, axes)
+        rotary = options.get("rotary")
+        cut["positions"] = positions.narrow(-1 if rotary is None or rotary.axes is None else -2, 0, count)
     return {**options, **cut}

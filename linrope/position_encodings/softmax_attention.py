@@ -179,7 +179,7 @@ class SoftmaxAttention(Mixer):
         if self.short_conv is not None:
             q, k, v = (x[:, :count] for x in projected)
             _, conv = self._convolve((q, k, v), state.mask[:, -n:][:, :count], None, before)
-        return replace(state.first(state.k.shape[1] - n + count), conv=conv)
+        return state.first(state.k.shape[1] - n + count, conv)
 
     def _mask(self, key_mask: Tensor, n: int, cu_seqlens: Tensor | None) -> Tensor:
         """The keys that each query sees: bool (b, 1, n or 1, m)."""

@@ -1,6 +1,7 @@
 """Caches of recurrent layers that are cropped, and generate() with drafts."""
 
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +56,7 @@ def with_drafts(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_rejected_tokens_leave_no_trace(family: str, dtype: torch.dtype) -> None:
-    net, ids = model(family, dtype), tokens(1, 25)
+    net, ids = model(family, dtype), tokens(2, 25)
     with linrope_transformers.enable(family):
         expected = with_drafts(family, net, ids, [0] * 6)
         got = with_drafts(family, net, ids, [5, 2, 0, 4, 0, 1])
@@ -101,7 +102,9 @@ HALF = ("granitemoehybrid", "falcon_h1", "kimi_linear", "olmo_hybrid", "qwen3_5"
     [(x, torch.float32) for x in RUN] + [(x, torch.bfloat16) for x in HALF if x in RUN],
     ids=str,
 )
-def test_drafts_give_the_tokens_of_greedy_search(family: str, dtype: torch.dtype) -> None:
+def test_drafts_give_the_tokens_of_greedy_search(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By prompt lookup, and by a model whose only difference is noise. Padding on the left."""
     net = model(family, dtype)
     prompt = tokens(1, 12).repeat(1, 2)
@@ -111,12 +114,18 @@ def test_drafts_give_the_tokens_of_greedy_search(family: str, dtype: torch.dtype
     drafts = [{"prompt_lookup_num_tokens": 4}]
     if family != "mamba2":  # transformers asks a draft's cache for its length, which Mamba-2's does not know
         drafts.append({"assistant_model": draft})
+    crops: list[int] = []
+    crop = DynamicCache.crop
+    monkeypatch.setattr(DynamicCache, "crop", lambda self, count: crops.append(count) or crop(self, count))
     with linrope_transformers.enable(family):
         for given in ({"inputs": prompt}, {"inputs": padded, "attention_mask": mask}):
             options: dict[str, Any] = given | GREEDY | {"max_new_tokens": 20}
             expected = net.generate(**options)  # type: ignore[operator]
             for x in drafts:
+                crops.clear()
                 assert torch.equal(net.generate(**options, **x), expected)  # type: ignore[operator]
+                assert min(crops) < 0  # some tokens were rejected
+                assert len(crops) < 40  # and some were not
 
 
 @pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_5"])
@@ -238,6 +247,72 @@ def test_a_cache_given_to_generate_records_no_more_afterwards() -> None:
         more = net.generate(text, **options)
         expected = net.generate(prompt, **GREEDY, max_new_tokens=16)
     assert torch.equal(more, expected)
+
+
+@pytest.mark.parametrize(("length", "new"), [(1, 1), (1, 2), (2, 1)])
+def test_a_cache_goes_on_after_a_very_short_text_with_drafts(length: int, new: int) -> None:
+    net: Any = model("qwen3_5")
+    prompt, cache = tokens(1, length), DynamicCache(config=net.config)
+    with linrope_transformers.enable("qwen3_5"):
+        options = GREEDY | {CACHE["qwen3_5"]: cache}
+        text = net.generate(prompt, prompt_lookup_num_tokens=3, max_new_tokens=new, **options)
+        more = net.generate(text, max_new_tokens=5, **options)
+        assert torch.equal(more, net.generate(prompt, max_new_tokens=new + 5, **GREEDY))
+
+
+def test_a_caller_s_recording_goes_on_after_drafts() -> None:
+    net: Any = model("qwen3_5")
+    cache = recording_cache("qwen3_5", net)
+    with linrope_transformers.enable("qwen3_5"):
+        net.generate(tokens(1, 8), prompt_lookup_num_tokens=3, max_new_tokens=5, **GREEDY, **cache)
+    assert all(x.record_past for cached in cache.values() for x in cached.layers if hasattr(x, "record_past"))
+
+
+@torch.no_grad()
+def test_a_refused_crop_changes_no_layer() -> None:
+    net = model("qwen3_5", layer_types=["full_attention", "linear_attention"])
+    with linrope_transformers.enable("qwen3_5"):
+        cache = recording_cache("qwen3_5", net)
+        (made,) = cache.values()
+        net(tokens(1, 20), use_cache=True, **cache)
+        made.crop(0)
+        net(tokens(1, 2), use_cache=True, **cache)
+        with pytest.raises(RuntimeError, match="got 5 tokens, expected at most 2"):
+            made.crop(-5)
+        assert made.get_seq_length() == 22
+
+
+@every_family
+@torch.no_grad()
+def test_padding_and_copies_go_back(family: str) -> None:
+    net, ids = model(family), tokens(2, 14)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    padded = {"attention_mask": mask}
+    if "position_ids" in inspect.signature(net.forward).parameters:
+        padded["position_ids"] = positions
+
+    def read_padded(cache: dict[str, Any], start: int, stop: int) -> Tensor:
+        given = {"attention_mask": mask[:, :stop]}
+        if "position_ids" in padded:
+            given["position_ids"] = positions[:, start:stop]
+        logits: Tensor = net(ids[:, start:stop], use_cache=True, **given, **cache).logits
+        return logits
+
+    with linrope_transformers.enable(family):
+        cache = recording_cache(family, net)
+        read_padded(cache, 0, 9)
+        read_padded(cache, 9, 14)
+        fork = copy.deepcopy(cache)
+        for x in (*cache.values(), *fork.values()):
+            x.crop(-4)
+        expected = recording_cache(family, net)
+        read_padded(expected, 0, 9)
+        read_padded(expected, 9, 10)
+        last = read_padded(expected, 10, 14)
+        assert relative(read_padded(cache, 10, 14), last) < 2e-5
+        assert relative(read_padded(fork, 10, 14), last) < 2e-5
 
 
 def test_disable_puts_everything_back() -> None:

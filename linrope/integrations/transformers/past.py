@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from linrope.common.private_names import GENERATES_WITH_DRAFTS, REFUSES_DRAFTS
 from linrope.decode.with_cache import CACHES
 from linrope.operation.from_sums import state_from_sums
 from linrope.operation.functional import linear_rope_attention
@@ -109,13 +111,14 @@ def targets(classes: Collection[type]) -> Iterator[tuple[Any, str, Callable[[Any
     if not mixers:  # transformers itself goes back in convolutions
         return
     yield from ((x, "forward", forward_of_mixer) for x in mixers)
-    # transformers refuses to draft tokens for such classes
-    yield from ((x, "_is_stateful", lambda _: False) for x in classes if vars(x).get("_is_stateful"))
-    layer: Any = import_module("transformers.cache_utils").LinearAttentionCacheLayerMixin
+    yield from ((x, REFUSES_DRAFTS, lambda _: False) for x in classes if vars(x).get(REFUSES_DRAFTS))
+    caches = import_module("transformers.cache_utils")
+    layer: Any = caches.LinearAttentionCacheLayerMixin
     yield from ((layer, name, forget_past) for name in ("reorder_cache", "reset"))
+    yield caches.Cache, "crop", crop_all
     yield layer, "crop", crop
     yield layer, "is_croppable", is_croppable
-    yield import_module("transformers.generation").GenerationMixin, "_assisted_decoding", stop_recording
+    yield import_module("transformers.generation").GenerationMixin, GENERATES_WITH_DRAFTS, stop_recording
 
 
 def calls(kind: type, name: str) -> bool:
@@ -138,8 +141,20 @@ def forward_of_mixer(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *arguments, **options)
         finally:
             _layer.reset(token)
+            _cut_inputs(layer)
 
     return forward
+
+
+def _cut_inputs(layer: Any) -> None:
+    """Of the convolution's inputs, which transformers keeps since the last crop, leaves those that can be removed."""
+    past: Past | None = getattr(layer, _ATTRIBUTE, None)
+    for i, x in layer.conv_states.items():
+        surplus = 0 if x is None else x.shape[-1] - layer.conv_kernel_size[i] - 2 * LONGEST
+        if surplus > 0:
+            layer.conv_states[i] = x[..., surplus:].clone()
+            if past is not None and i == 0:
+                past.columns -= surplus
 
 
 def _whole_past(layer: Any) -> Past | None:
@@ -148,19 +163,37 @@ def _whole_past(layer: Any) -> Past | None:
     return past if past is not None and layer.conv_states[0].shape[-1] - past.columns == past.read else None
 
 
+def _check_crop(layer: Any, count: int) -> None:
+    past = _whole_past(layer)
+    if any(layer.is_recurrent_states_initialized.values()) and count > (have := past.tokens if past else 0):
+        raise RuntimeError(
+            f"crop({-count}): got {count} tokens, expected at most {have}, those that linrope has recorded since the "
+            "last crop; call enable() and cache.activate_past_recording() before the model reads them, under "
+            "torch.no_grad()"
+        )
+
+
+def crop_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``crop`` of a cache: no layer is cropped if one cannot be."""
+
+    @wraps(original)
+    def call(self: Any, tokens_to_remove: int) -> None:
+        for layer in self.layers:
+            if hasattr(layer, "is_recurrent_states_initialized"):
+                _check_crop(layer, -tokens_to_remove)
+        original(self, tokens_to_remove)
+
+    return call
+
+
 def crop(original: Callable[..., Any]) -> Callable[..., Any]:
     """``crop`` of a cache's layer, which transformers' own does for the convolution alone."""
 
     @wraps(original)
     def call(self: Any, tokens_to_remove: int) -> None:
         past, count = _whole_past(self), -tokens_to_remove
+        _check_crop(self, count)
         recurrent = any(self.is_recurrent_states_initialized.values())
-        if recurrent and count > (have := 0 if past is None else past.tokens):
-            raise RuntimeError(
-                f"crop({tokens_to_remove}): got {count} tokens, expected at most {have}, those that linrope has "
-                "recorded since the last crop; call enable() and cache.activate_past_recording() before the model "
-                "reads them, under torch.no_grad()"
-            )
         if recurrent or any(
             self.is_conv_states_initialized.values()
         ):  # else the layer holds nothing, as an MLP's
@@ -204,13 +237,17 @@ def stop_recording(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def call(*arguments: Any, **options: Any) -> Any:
+        caches = [options[name] for name in CACHES if options.get(name) is not None]
+        layers = [layer for cache in caches for layer in getattr(cache, "layers", ())]
+        silent = [layer for layer in layers if not getattr(layer, "record_past", True)]
         try:
             return original(*arguments, **options)
         finally:
-            caches = [options[name] for name in CACHES if options.get(name) is not None]
-            for layer in (layer for cache in caches for layer in getattr(cache, "layers", ())):
-                if hasattr(layer, "conv_states"):
-                    layer.record_past = False
-                    setattr(layer, _ATTRIBUTE, None)
+            for layer in silent:
+                layer.record_past = False
+                setattr(layer, _ATTRIBUTE, None)
+                for i, x in getattr(layer, "conv_states", {}).items():
+                    if x is not None:  # a layer that does not record expects columns for all taps
+                        layer.conv_states[i] = F.pad(x, (max(0, layer.conv_kernel_size[i] - x.shape[-1]), 0))
 
     return call

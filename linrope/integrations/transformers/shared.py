@@ -180,6 +180,7 @@ def causal_conv1d_update(
     if (layer := recording_layer()) is not None:  # the cache's tensor grows until it is cropped
         index = next(i for i, x in layer.conv_states.items() if x is conv_state)
         inputs = layer.update_conv_state(hidden_states, index)
+        inputs = inputs[..., 1 - n - taps :]
         return causal_conv1d_fn(inputs, weight, bias, activation)[..., -n:]
     first = columns - max(columns - n, taps - 1)
     inputs = torch.cat((conv_state[..., first:], hidden_states), -1)  # the backward pass reads this copy

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from linrope.layer.key_value_state import KeyValueState
 from linrope.layer.recording import StateAfter
 from linrope.layer.state import LayerState
 from linrope.layer.states import State, read_states, write_states
@@ -25,7 +26,8 @@ class _Call(NamedTuple):
     """A call of a layer with a cache that records its past."""
 
     tokens: int
-    before: State | None  # the state before it
+    # The state before it. Of softmax attention the number of keys and conv: the later state holds these keys too
+    before: LayerState | tuple[int, Tensor | None] | None
     after: StateAfter | None  # None: it read one token
 
 
@@ -47,6 +49,10 @@ class StateLayer:
     def __repr__(self) -> str:
         return f"StateLayer({self.state})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the past, which holds on to the layers: a copy goes back no further than where it was made."""
+        return self.__dict__ | {"past": []}
+
     @property
     def is_croppable(self) -> bool:
         return self.record_past
@@ -65,7 +71,8 @@ class StateLayer:
         if after is None and tokens > 1:  # a compiled call, within which there is no way back
             self.past.clear()
             return
-        self.past.append(_Call(tokens, before, after))
+        kept = (before.k.shape[1], before.conv) if isinstance(before, KeyValueState) else before
+        self.past.append(_Call(tokens, kept, after))
         while sum(x.tokens for x in self.past[1:]) >= LONGEST:
             del self.past[0]
 
@@ -97,9 +104,12 @@ class StateLayer:
         while count > 0:
             call = self.past.pop()
             count -= call.tokens
-            if count == 0 or call.after is None:
+            if count == 0 and isinstance(call.before, tuple):
+                assert isinstance(self.state, KeyValueState)
+                self.put(self.state.first(*call.before))
+            elif count == 0 and not isinstance(call.before, tuple):
                 self.put(call.before)
-            elif count < 0:
+            elif count < 0 and call.after is not None:
                 self.put(call.after(-count))
         self.past.clear()
 

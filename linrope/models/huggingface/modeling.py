@@ -370,7 +370,8 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
         try:
             return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
         finally:
-            kwargs[CACHE].stop_recording()
+            if isinstance(cache := kwargs.get(CACHE), LinRopeCache):
+                cache.stop_recording()
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]

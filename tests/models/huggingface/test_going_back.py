@@ -1,12 +1,14 @@
 """Caches that are cropped, and generate() with drafts."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from linrope.layer.key_value_state import KeyValueState
 from linrope.models.huggingface import LinRopeCache
 from linrope.models.huggingface.cache import LONGEST
 from tests.models.huggingface.tiny import KINDS, causal_lm, tokens
@@ -51,7 +53,7 @@ def test_rejected_tokens_leave_no_trace_behind_padding(kind: str) -> None:
 
 
 @every_kind
-def test_drafts_give_the_tokens_of_greedy_search(kind: str) -> None:
+def test_drafts_give_the_tokens_of_greedy_search(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By prompt lookup, and by a model whose only difference is noise. Padding on the left."""
     model = causal_lm(**KINDS[kind])
     prompt = tokens(1, 10).repeat(1, 2)
@@ -63,12 +65,51 @@ def test_drafts_give_the_tokens_of_greedy_search(kind: str) -> None:
     )
     with torch.no_grad():
         for x in draft.parameters():
-            x.add_(torch.randn_like(x) * 0.05 * x.square().mean().sqrt())
+            x.add_(torch.randn_like(x) * 0.2 * x.square().mean().sqrt())
+    crops: list[int] = []
+    crop = LinRopeCache.crop
+    monkeypatch.setattr(LinRopeCache, "crop", lambda self, count: crops.append(count) or crop(self, count))
     for given in ({}, {"attention_mask": mask}):
         options: dict[str, Any] = {**GREEDY, **given, "max_new_tokens": 20}
         expected = model.generate(prompt, **options)
         for x in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft}):
             assert torch.equal(model.generate(prompt, **options, **x), expected)
+    assert min(crops) < 0  # some tokens were rejected
+    assert 0 in crops
+
+
+@pytest.mark.parametrize("kind", ["linear", "hybrid"])
+@torch.no_grad()
+def test_a_copy_of_a_recording_cache_holds_no_layers(kind: str) -> None:
+    model, ids = causal_lm(**KINDS[kind]), tokens(1, 12)
+    cache = recording_cache(model)
+    model(ids, cache=cache)
+    for fork in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert not any(layer.past for layer in fork.layers)
+        assert fork.is_croppable
+        torch.testing.assert_close(
+            model(ids, cache=fork).logits, model(torch.cat((ids, ids), 1)).logits[:, 12:]
+        )
+    assert len(pickle.dumps(cache)) < 2 * cache.nbytes + 20_000
+
+
+@torch.no_grad()
+def test_the_past_of_softmax_layers_has_no_keys() -> None:
+    model = causal_lm(**KINDS["hybrid"])
+    cache = recording_cache(model)
+    model(tokens(1, 100), cache=cache)
+    for _ in range(20):
+        model(tokens(1, 1), cache=cache)
+    assert not any(isinstance(call.before, KeyValueState) for layer in cache.layers for call in layer.past)
+    cache.crop(-20)
+    got = model(tokens(1, 3), cache=cache).logits
+    torch.testing.assert_close(got, model(torch.cat((tokens(1, 100), tokens(1, 3)), 1)).logits[:, 100:])
+
+
+def test_errors_of_transformers_reach_the_caller() -> None:
+    model = causal_lm()
+    with pytest.raises((RuntimeError, ValueError), match="cache"):
+        model.generate(tokens(1, 6), prompt_lookup_num_tokens=3, use_cache=False, max_new_tokens=3)
 
 
 def test_a_cache_goes_on_after_drafts_and_records_no_more() -> None:
