@@ -56,7 +56,11 @@ class Batch:
         row = len(self.slots)
         if not self.slots:
             self.fixed, self.growing = ([x[:0] for x in xs] for xs in (fixed, growing))
-        self._make_room(row + 1, length + 1)
+        try:
+            self._make_room(row + 1, length + 1)
+        except Exception:  # no memory
+            self._free_if_idle()
+            raise
         for pool, x in zip(self.fixed, fixed, strict=True):
             pool[row] = x[0]
         for pool, x in zip(self.growing, growing, strict=True):
@@ -83,8 +87,7 @@ class Batch:
             numbers[row] = numbers[last]
             numbers.pop()
         self.view = None
-        if not self.slots:
-            self.fixed, self.growing = [], []  # an idle batch takes no memory
+        self._free_if_idle()
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Reads a token (b, 1) of each sequence; returns the logits (b, vocab_size)."""
@@ -96,6 +99,10 @@ class Batch:
         logits = self.rows.decode(self.view, tokens, lengths, columns)
         self.lengths = [n + 1 for n in self.lengths]
         return logits
+
+    def _free_if_idle(self) -> None:
+        if not self.slots:
+            self.fixed, self.growing = [], []
 
     def _make_room(self, rows: int, columns: int) -> None:
         for tensors, least in ((self.fixed, (rows,)), (self.growing, (rows, 0, columns))):

@@ -11,7 +11,17 @@ import torch
 from linrope import Rotary, linear_rope_attention
 from linrope.backends import native
 from linrope.models import LanguageModelConfig
-from tests.campaigns import concurrency, configurations, decoding, draw, fuzz, kills, leaks, streaming
+from tests.campaigns import (
+    concurrency,
+    configurations,
+    decoding,
+    draw,
+    fuzz,
+    kills,
+    leaks,
+    serving,
+    streaming,
+)
 from tests.campaigns.processes import finish, start
 from tests.support.oracle import DATA
 
@@ -48,6 +58,13 @@ def test_streams_do_not_drift() -> None:
 
 def test_steps_in_place_are_equal_to_copied_ones() -> None:
     assert decoding.run(150, 0, length=15) == 150
+
+
+@needs_fork  # it reads /proc
+@pytest.mark.parametrize("seconds", [4, pytest.param(180, marks=pytest.mark.long)])
+def test_requests_get_from_an_engine_what_the_model_gives_each_alone(seconds: int) -> None:
+    counts = in_a_new_process(serving.run, seconds, 0, None, 10 if seconds < 60 else 40)
+    assert min(counts[x] for x in ("answered", "cancelled", "queue full", "prefix hits")) > 0
 
 
 @needs_fork

@@ -136,6 +136,13 @@ def test_the_last_row_takes_the_place_of_one_that_leaves() -> None:
     assert batch.decode(torch.tensor([[0], [0], [5]]))[2].tolist() == [5, 5]
 
 
+def test_a_first_row_that_finds_no_memory_leaves_an_idle_batch_without_any() -> None:
+    batch = Batch(Sums())
+    with pytest.raises(RuntimeError, match="memory"):
+        batch.add(0, [torch.zeros(1, 1)], [torch.ones(1, 1, 0, 1)], 2**50)
+    assert batch.slots == batch.fixed == batch.growing == []
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
