@@ -207,9 +207,9 @@ def test_a_folder_in_hugging_face_format_is_served_with_its_tokenizer(
     folder, tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["serve.py", str(folder), "--slots", "1", "--budget", "64"])
-    monkeypatch.setattr(uvicorn, "run", Mock())
+    monkeypatch.setattr(serve.Http, "run", Mock())
     serve.main()
-    uvicorn.run.assert_called_once()
+    serve.Http.run.assert_called_once()
     assert ": Engine(LinRopeForCausalLM, 1 slots, 0 running, 0 of 64 waiting" in capsys.readouterr().out
 
     model, tokenizer = serve.load_pretrained(folder), serve.tokenizer_beside(folder, 384)
@@ -264,6 +264,41 @@ def test_a_killed_client_gives_its_slot_back(stream: bool, server, monkeypatch) 
     wait_until(lambda: server.free() == 16)
     monkeypatch.undo()
     assert server.complete("Für", max_tokens=1)
+
+
+def test_clients_that_leave_while_a_prompt_is_read_and_a_text_streams_change_no_other_s(
+    model, server
+) -> None:
+    reading = raw(server, {"prompt": VERSE * 300, "max_tokens": 1})
+    streaming = raw(server, {"prompt": "F", "max_tokens": 4000, "stream": True})
+    wait_until(lambda: {len(x.unread) > 1 for x in server.engine.running} == {True, False})
+    other = server.whole("Für", max_tokens=90, temperature=0, stream=True)
+    text = next(other).choices[0].text
+    for connection in (reading, streaming):
+        connection.close()
+    text += "".join(x.choices[0].text for x in other)
+    assert text == alone(model, "Für", 90).decode(errors="replace")
+    wait_until(lambda: server.free() == 16)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_at_which_the_model_raises_ends_no_other_request(stream: bool) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2, attention="softmax"))
+
+    def check(_: Any, inputs: tuple[Any, ...]) -> None:
+        if inputs[0].shape[1] > 1 and (inputs[0] == 7).any():
+            raise RuntimeError("out of order")
+
+    expected = alone(model, "Für", 90).decode(errors="replace")
+    model.embed.register_forward_pre_hook(check)
+    with Running(model, slots=2, queue=0) as running:
+        other = running.whole("Für", max_tokens=90, temperature=0, stream=True)
+        text = next(other).choices[0].text
+        with pytest.raises(openai.APIError, match=r"ended the request with RuntimeError\('out of order'\)"):
+            list(running.whole([7, 7], stream=stream))
+        assert text + "".join(x.choices[0].text for x in other) == expected
+        wait_until(lambda: running.free() == 2)
 
 
 def test_a_request_past_a_model_s_positions_gets_400() -> None:

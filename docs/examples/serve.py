@@ -14,12 +14,13 @@ import asyncio
 import json
 import re
 import reprlib
+import signal
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,21 +48,12 @@ from linrope.models.training import latest_checkpoint
 
 LONGEST_PROMPT, LONGEST_COMPLETION = 65_536, 4_096  # tokens
 LONGEST_STOP = 100  # bytes
+GRACE = 2  # seconds that requests have to end, after a signal
 # OpenAI's arguments that are accepted with these values only.
 FIXED = {"best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "n": 1}
 FIXED |= {"presence_penalty": 0, "suffix": ""}
-READ = {
-    "max_tokens",
-    "model",
-    "prefix",
-    "prompt",
-    "seed",
-    "session",
-    "stop",
-    "stream",
-    "temperature",
-    "top_p",
-}
+READ = {"max_tokens", "model", "prefix", "prompt", "seed", "session"}
+READ |= {"stop", "stream", "temperature", "top_p"}
 IGNORED = {"stream_options", "user"}  # the usage is always sent
 
 
@@ -254,7 +246,8 @@ class Server:
             if not generation.unread:
                 raise wrong("prompt", "", "at least 1 token")
             if not engine.submit(generation):
-                raise Refused(429, f"queue: all {engine.slots} slots and {engine.queue} places are taken")
+                full = f"all {engine.slots} slots and {engine.queue} places are taken"
+                raise Refused(429, f"queue: {'the server is ending' if engine.stopped else full}")
             self.counts["requests_total"] += 1
         except BaseException:
             answer.close()
@@ -326,7 +319,7 @@ class Answer(Response):
             while not inbox.empty():
                 come.append(inbox.get_nowait())
             if isinstance(come[-1], Exception):
-                raise Refused(500, f"model: the step failed with {come[-1]!r}")
+                raise Refused(500, f"engine: it ended the request with {come[-1]!r}")
             if text := "".join(filter(None, come)):
                 yield text
         if self.generation.session is not None:
@@ -345,24 +338,29 @@ class Answer(Response):
         return {**head, "model": self.server.name, "choices": choices, **usage}
 
 
+class Http(uvicorn.Server):
+    """After a signal it takes no more requests. Those that run have some seconds to end, then an error ends them."""
+
+    def __init__(self, app: Starlette, engine: Engine, **options: Any) -> None:
+        # The timeout is for clients that do not read what is sent.
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=2 * GRACE, **options))
+        self.engine = engine
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        asyncio.get_running_loop().call_later(GRACE, self.engine.stop)
+        await super().shutdown(sockets)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "checkpoint",
-        nargs="?",
-        help="folder of linrope train or in Hugging Face format; default: trains a model",
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at; default: this machine alone"
-    )
+    parser.add_argument("checkpoint", nargs="?", help="folder with a model; default: trains one")
+    parser.add_argument("--host", default="127.0.0.1", help="address; default: for this machine alone")
     parser.add_argument("--port", type=int, default=8000, help="port to listen at; default: 8000")
     parser.add_argument("--slots", type=int, default=32, help="how many requests run at once")
     parser.add_argument("--queue", type=int, default=64, help="how many more may wait; others get status 429")
     parser.add_argument("--sessions", type=Path, help="folder for saved sessions; default: no sessions")
     parser.add_argument("--budget", type=int, help="prompt tokens per step; default: what takes 15 ms")
-    parser.add_argument(
-        "--prefix-bytes", type=int, default=2**28, help="size of the states kept of prefixes; 0: none"
-    )
+    parser.add_argument("--prefix-bytes", type=int, default=2**28, help="size of states kept of prefixes")
     parser.add_argument("--threads", type=int, default=1, help="threads of the model")
     options = parser.parse_args()
     for name, low in {"slots": 1, "queue": 0, "budget": 32, "prefix-bytes": 0, "threads": 1}.items():
@@ -392,7 +390,9 @@ def main() -> None:
         parser.error(" ".join(str(error).split()))
     reason = getattr(engine.serving, "reason", None)
     print(f"{name}: {engine}" + (f", one request after another: {reason}" if reason else ""))
-    uvicorn.run(server.app(), host=options.host, port=options.port, access_log=False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):  # uvicorn repeats the signal when it has ended
+        Http(server.app(), engine, access_log=False, host=options.host, port=options.port).run()
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ class Engine:
         return seconds if self.serving.failed.pop(0, None) is None else float("inf")  # too long for the model
 
     def submit(self, generation: Generation) -> bool:
-        """Puts a generation into the queue. False: the queue is full.
+        """Puts a generation into the queue. False: the queue is full, or the engine was stopped.
 
         Raises:
             TypeError: generation is no Generation.
@@ -195,7 +195,7 @@ class Engine:
             )
         generation.decoder = Decoder(self.tokenizer, generation.unread)
         with self.changed:
-            room = len(self.running) + len(self.waiting) < self.slots + self.queue
+            room = not self.stopped and len(self.running) + len(self.waiting) < self.slots + self.queue
             if room:
                 generation.submitted = True
                 self.waiting.append(generation)
@@ -203,7 +203,7 @@ class Engine:
         return room
 
     def stop(self) -> None:
-        """Ends ``run``."""
+        """Ends ``run``. Those that run or wait end with an error."""
         with self.changed:
             self.stopped = True
             self.changed.notify()
@@ -214,7 +214,7 @@ class Engine:
             with self.changed:
                 self.changed.wait_for(lambda: self.running or self.waiting or self.stopped)
             if self.stopped:
-                return
+                break
             try:
                 pieces = self.step()
             except Exception as error:  # the states may be half written: end all that use them
@@ -222,6 +222,12 @@ class Engine:
                 pieces = [self.fail(x, error) for x in [*self.running]]
             if pieces:
                 send(pieces)
+        stopped = RuntimeError("the engine was stopped")
+        left, self.waiting = self.waiting, []
+        for x in left:
+            x.finish_reason = "error"
+        if pieces := [*(self.fail(x, stopped) for x in [*self.running]), *((x, stopped) for x in left)]:
+            send(pieces)
 
     @torch.no_grad()
     def step(self) -> Pieces:
