@@ -226,8 +226,10 @@ class Engine:
         left, self.waiting = self.waiting, []
         for x in left:
             x.finish_reason = "error"
-        if pieces := [*(self.fail(x, stopped) for x in [*self.running]), *((x, stopped) for x in left)]:
-            send(pieces)
+        ended: Pieces = [self.fail(x, stopped) for x in [*self.running]]
+        ended += [(x, stopped) for x in left]
+        if ended:
+            send(ended)
 
     @torch.no_grad()
     def step(self) -> Pieces:

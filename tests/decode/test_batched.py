@@ -267,4 +267,25 @@ def test_a_call_that_raises_ends_the_sequences_in_it(kind, where) -> None:
         assert x.finish_reason == ("error" if x in ended else "length")
         assert x in ended or x.tokens == tokens
     assert sorted(engine.free) == [0, 1, 2]
+    engine.stopped = False
     assert tokens_alone(engine, prompts, 8) == expected
+
+
+@pytest.mark.parametrize("kind", ["pool", "linrope"])
+def test_an_engine_that_is_stopped_answers_those_that_run_or_wait(kind) -> None:
+    model, _ = faulty(kind)
+    engine = Engine(model, slots=2, queue=2, budget=16)
+    requests = [Generation(x, max_tokens=100) for x in prompts_of((3, 40, 3))]
+    assert all(engine.submit(x) for x in requests)
+    answers: list[tuple[Generation, Any]] = []
+
+    def send(pieces: Any) -> None:
+        answers.extend(pieces)
+        engine.stop()
+
+    engine.run(send)
+    last = [(x, str(piece)) for x, piece in answers if not isinstance(piece, str)]
+    assert last == [(x, "the engine was stopped") for x in requests]
+    assert [x.finish_reason for x in requests] == ["error"] * 3
+    assert (engine.running, engine.waiting, sorted(engine.free)) == ([], [], [0, 1])
+    assert not engine.submit(Generation([1]))
