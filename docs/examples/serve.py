@@ -131,7 +131,7 @@ def parse(body: Any, engine: Engine, model: str, sessions: Path | None) -> Gener
             raise wrong("session", session, "1 to 64 of the characters A-Z, a-z, 0-9, _ and -")
     file = sessions / f"{session}.safetensors" if sessions and session else None
     prefix, special = [], file is None or not file.exists()
-    if body.get("prefix") not in (None, ""):
+    if body.get("prefix") not in (None, "", []):
         if session is not None:
             raise wrong("prefix", body["prefix"], "none with a session, which continues from its own text")
         prefix, special = to_tokens(engine, body["prefix"], special, "prefix"), False

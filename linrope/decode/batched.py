@@ -1,6 +1,7 @@
 """The serving model of hybrids and of softmax attention: one call decodes sequences of different lengths."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -39,8 +40,8 @@ class Rows(Protocol):
 class Batch:
     """The states of sequences that are decoded together: row i of each tensor is the i-th sequence's.
 
-    Growing tensors have as many columns as the longest sequence, and up to twice as many. Those beyond a sequence's
-    length are finite and hidden from it.
+    The tensors have as many rows and columns as there are sequences and as the longest one has tokens, or up to four
+    times as many. Columns beyond a sequence's length are finite and hidden from it.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -57,7 +58,7 @@ class Batch:
         if not self.slots:
             self.fixed, self.growing = ([x[:0] for x in xs] for xs in (fixed, growing))
         try:
-            self._make_room(row + 1, length + 1)
+            self._fit(row + 1, max([length, *self.lengths]) + 1)
         except Exception:  # no memory
             self._free_if_idle()
             raise
@@ -88,11 +89,14 @@ class Batch:
             numbers.pop()
         self.view = None
         self._free_if_idle()
+        if self.slots:
+            with suppress(Exception):  # no memory for the smaller tensors: the larger ones stay
+                self._fit(len(self.slots), max(self.lengths) + 1)
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Reads a token (b, 1) of each sequence; returns the logits (b, vocab_size)."""
         b, columns = len(self.slots), max(self.lengths) + 1
-        self._make_room(b, columns)
+        self._fit(b, columns)
         if self.view is None:
             self.view = self.rows.view([x[:b] for x in self.fixed], [x[:b] for x in self.growing])
         lengths = torch.tensor(self.lengths, device=tokens.device)
@@ -104,28 +108,25 @@ class Batch:
         if not self.slots:
             self.fixed, self.growing = [], []
 
-    def _make_room(self, rows: int, columns: int) -> None:
-        for tensors, least in ((self.fixed, (rows,)), (self.growing, (rows, 0, columns))):
+    def _fit(self, rows: int, columns: int) -> None:
+        """Replaces tensors that are too small, or more than four times as large as these sizes in one of them."""
+        for tensors, wanted in ((self.fixed, {0: rows}), (self.growing, {0: rows, 2: columns})):
             for i, x in enumerate(tensors):
-                if any(size < n for size, n in zip(x.shape, least, strict=False)):
-                    self.view = None  # it would keep the smaller tensor
-                    tensors[i] = _enlarged(x, least)
-
-
-def _enlarged(x: Tensor, least: tuple[int, ...]) -> Tensor:
-    """A copy in zeros whose first sizes are at least these: powers of two where x is smaller."""
-    sizes = [
-        size if size >= n else 1 << (n - 1).bit_length() for size, n in zip(x.shape, least, strict=False)
-    ]
-    larger = x.new_zeros(*sizes, *x.shape[len(sizes) :])
-    larger[tuple(slice(size) for size in x.shape)] = x
-    return larger
+                sizes = [*x.shape]
+                for axis, n in wanted.items():
+                    if not n <= x.shape[axis] <= 4 * n:
+                        sizes[axis] = 1 << (n - 1).bit_length()
+                if sizes != [*x.shape]:
+                    self.view = None  # it would keep the former tensor
+                    tensors[i] = x.new_zeros(sizes)
+                    common = tuple(slice(min(pair)) for pair in zip(x.shape, sizes, strict=True))
+                    tensors[i][common] = x[common]
 
 
 class Batched(Separate):
     """Each prompt is read by itself; a sequence that is being decoded has a row in a batch.
 
-    A row takes the memory of the longest one in its batch. Sequences of lengths up to 512, 4096, 32768 and so on
+    A row takes the memory of the longest one in its batch. Sequences of up to 511, 4095, 32767 tokens and so on
     therefore have batches of their own.
     """
 
@@ -159,14 +160,18 @@ class Batched(Separate):
     def place(self, slot: int) -> None:
         """Moves a sequence into the batch of its length."""
         before = self.batch_of.get(slot)
-        length = before.lengths[before.slots.index(slot)] if before else self.rows.split(self.kept[slot])[2]
-        digits = (max(length, 511).bit_length() + 2) // 3
+        if before is None:
+            fixed, growing, length = self.rows.split(self.kept[slot])
+        else:
+            growing, length = before.growing, before.lengths[before.slots.index(slot)]
+        digits = (max(length, 511).bit_length() + 2) // 3 if growing else 0
         batch = self.batches.setdefault(digits, Batch(self.rows))
-        if batch is not before:
-            batch.add(slot, *(before.tensors(slot) if before else self.rows.split(self.kept[slot])))
-            if before:
-                before.remove(slot)
-            self.batch_of[slot], self.kept[slot] = batch, None
+        if before is None:
+            batch.add(slot, fixed, growing, length)
+        elif batch is not before:
+            batch.add(slot, *before.tensors(slot))
+            before.remove(slot)
+        self.batch_of[slot], self.kept[slot] = batch, None
 
     def leave(self, slot: int) -> None:
         super().leave(slot)

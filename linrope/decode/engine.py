@@ -25,6 +25,7 @@ from linrope.decode.prefixes import Prefixes
 from linrope.decode.request import Generation, Pieces
 from linrope.decode.serving_models import serving_model
 from linrope.decode.text import Decoder, check_tokens, encode
+from linrope.decode.with_cache import longest_text
 from linrope.layer.states import forms, read_states, write_states
 
 _SESSION = "linrope.Session"
@@ -109,7 +110,7 @@ class Engine:
             raise ValueError(
                 f"tokenizer: got {tokens} tokens, expected at most the model's {self.vocab_size}"
             )
-        self.longest: int | None = getattr(self.serving.model, "longest", None)
+        self.longest: int | None = longest_text(self.serving.model)
         self.prefixes = Prefixes(prefix_bytes)
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         self.ends = {getattr(tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])}
@@ -190,8 +191,8 @@ class Engine:
         tokens = len(generation.unread) + generation.max_tokens
         if self.longest is not None and tokens > self.longest:
             raise ValueError(
-                f"unread, max_tokens: got {tokens} tokens together, expected at most {self.longest}, the model's "
-                "max_position_embeddings"
+                f"unread, max_tokens: got {tokens} tokens together, expected at most {self.longest}, for which the "
+                "model has positions"
             )
         generation.decoder = Decoder(self.tokenizer, generation.unread)
         with self.changed:

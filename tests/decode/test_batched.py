@@ -187,7 +187,34 @@ def test_positions_of_a_table_are_batched_up_to_its_end() -> None:
         embed_dim=32, num_layers=1, num_heads=2, attention="softmax", positions="learned", max_length=48
     )
     for model in (hf.GPT2LMHeadModel(config), LanguageModel(learned)):
-        assert type(Engine(model, slots=2, queue=0, budget=16).serving) is Batched
+        engine = Engine(model, slots=2, queue=0, budget=16)
+        assert type(engine.serving) is Batched
+        with pytest.raises(ValueError, match="got 49 tokens together, expected at most 48"):
+            engine.submit(Generation([5] * 29, max_tokens=20))
+        requests = [Recorded([5] * n, max_tokens=20, temperature=0) for n in (28, 4)]
+        finish(engine, requests)
+        assert [len(x.tokens) for x in requests] == [20, 20]
+
+
+def test_sequences_of_states_that_do_not_grow_have_one_batch() -> None:
+    engine = Engine(families.model("mamba2", vocab_size=256), slots=3, queue=0, budget=1024)
+    requests = [Recorded([7] * n, max_tokens=4, temperature=0) for n in (5, 600, 4200)]
+    finish(engine, requests)
+    assert len(engine.serving.batches) == 1
+
+
+def test_a_batch_gives_memory_back_while_a_sequence_goes_on() -> None:
+    engine = Engine(made("llama"), slots=16, queue=0, budget=512)
+    long = Recorded([7] * 3, max_tokens=60, temperature=0)
+    expected = Recorded([7] * 3, max_tokens=60, temperature=0)
+    finish(engine, [expected])
+    assert all(engine.submit(x) for x in [long, *(Recorded([9] * 450, max_tokens=5) for _ in range(15))])
+    sizes = []
+    while engine.running or engine.waiting:
+        engine.step()
+        sizes.append(sum(x.nbytes for batch in engine.serving.batches.values() for x in batch.growing))
+    assert max(sizes) > 30 * sizes[-2]
+    assert long.tokens == expected.tokens
 
 
 FAULTY = {"pool": lambda: LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2))} | {
