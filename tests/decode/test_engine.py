@@ -340,7 +340,8 @@ def test_a_request_past_a_model_s_positions_is_refused_and_harms_no_other() -> N
     other = Generation([1] * 20, max_tokens=20)
     assert engine.submit(other)
     with pytest.raises(
-        ValueError, match="unread, max_tokens: got 49 tokens together, expected at most 48, for which the model"
+        ValueError,
+        match="unread, max_tokens: got 49 tokens together, expected at most 48, for which the model",
     ):
         engine.submit(Generation([1] * 40, max_tokens=9))
     while other.finish_reason is None:
