@@ -1,6 +1,7 @@
 """The states after texts that several requests begin with."""
 
 import copy
+import logging
 import math
 from collections import OrderedDict
 from typing import Any
@@ -35,7 +36,11 @@ class Prefixes:
     def keep(self, generation: Generation, states: Any) -> None:
         """Keeps a copy of the states after the generation's prefix, if all copies can be smaller than the bound."""
         copied: dict[int, Any] = {}
-        states = copy.deepcopy(states, copied)  # which lists every copy that it makes
+        try:
+            states = copy.deepcopy(states, copied)  # which lists every copy that it makes
+        except Exception:  # no memory: the request goes on
+            logging.exception("a prefix was not kept")
+            return
         nbytes = sum(x.untyped_storage().nbytes() for x in copied.values() if isinstance(x, Tensor))
         if nbytes > self.most_bytes:
             self.too_long = min(self.too_long, generation.prefix)

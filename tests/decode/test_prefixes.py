@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from linrope.decode import Engine, Generation
+from linrope.decode import Engine, Generation, prefixes
 from linrope.decode.batched import Batched
 from linrope.decode.separate import Separate
 from linrope.decode.serving_models import Pool
@@ -151,3 +151,18 @@ def test_a_prefix_that_does_not_fit_is_refused(tmp_path) -> None:
         engine.submit(Generation([1, 2, 3], prefix=2, states=engine.serving.empty))
     with pytest.raises(ValueError, match="prefix_bytes=-1: expected at least 0"):
         make("pool", prefix_bytes=-1)
+
+
+def test_a_prefix_that_finds_no_memory_is_not_kept(monkeypatch) -> None:
+    engine = Engine(
+        LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2)), 1, queue=1, budget=64
+    )
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(prefixes.copy, "deepcopy", no_memory)
+    requests = [Recorded([5] * 40, prefix=20, max_tokens=3, temperature=0) for _ in range(2)]
+    finish(engine, requests)
+    assert [x.finish_reason for x in requests] == ["length"] * 2
+    assert engine.prefixes.nbytes == engine.prefixes.hits == 0

@@ -191,13 +191,10 @@ def crop(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def call(self: Any, tokens_to_remove: int) -> None:
-        past, count = _whole_past(self), -tokens_to_remove
+        past, count = getattr(self, _ATTRIBUTE, None), -tokens_to_remove
         _check_crop(self, count)
-        recurrent = any(self.is_recurrent_states_initialized.values())
-        if recurrent or any(
-            self.is_conv_states_initialized.values()
-        ):  # else the layer holds nothing, as an MLP's
-            original(self, tokens_to_remove)
+        if any((*self.is_recurrent_states_initialized.values(), *self.is_conv_states_initialized.values())):
+            original(self, tokens_to_remove)  # else the layer holds nothing, as an MLP's
         if past is None:
             return
         if count:
