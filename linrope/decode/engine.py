@@ -87,14 +87,9 @@ class Engine:
                 f"tokenizer: got {type(tokenizer).__name__}, expected one of transformers, such as "
                 "PreTrainedTokenizerFast(tokenizer_object=tokenizer)"
             )
-        least_values = {"slots": 1, "queue": 0, "budget": 16, "prefix_bytes": 0}
-        for name, value in (
-            ("slots", slots),
-            ("queue", queue),
-            ("budget", budget),
-            ("prefix_bytes", prefix_bytes),
-        ):
-            if value is not None and value < (least := least_values[name]):
+        least_values = {"slots": (slots, 1), "queue": (queue, 0), "budget": (budget, 16)}
+        for name, (value, least) in (least_values | {"prefix_bytes": (prefix_bytes, 0)}).items():
+            if value is not None and value < least:
                 raise ValueError(f"{name}={value}: expected at least {least}")
         self.model, self.slots, self.queue = model.eval().requires_grad_(False), slots, queue
         self.serving = serving_model(model, slots)
