@@ -78,7 +78,7 @@ class Forced(transformers.LogitsProcessor):
 
 @contextmanager
 def counted_crops(counts: list[tuple[bool, float]], layers: int) -> Iterator[None]:
-    """Adds to the list, for each crop of a cache, whether it has so many layers, and the seconds."""
+    """Appends (whether the cache is the model's, which has this many layers; the seconds) for each crop of a cache."""
     kinds = transformers.Cache, LinRopeCache
     methods = [kind.crop for kind in kinds]
 
@@ -140,7 +140,7 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             return time.thread_time() - start
 
         least: dict[str, float] = dict.fromkeys([*sides, "prompt"], float("inf"))
-        crops: dict[str, list[tuple[bool, float]]] = {}  # of the fastest round
+        crops: dict[str, list[tuple[bool, float]]] = {}  # by side, what its fastest round counted
         for _ in range(options.rounds):
             least["prompt"] = min(least["prompt"], seconds(1, {}))
             for side, given in sides.items():

@@ -32,7 +32,7 @@ from linrope.models import LanguageModel, LanguageModelConfig, generate
 
 
 def bytes_per_client(model: LanguageModel, longest: int) -> int:
-    """The size of the states after so many bytes of text."""
+    """The size in bytes of a client's states when its text has this length."""
     _, states = model(torch.zeros(1, longest, dtype=torch.int64), logits_to_keep=1)
     return sum(state.nbytes for state in states)
 

@@ -22,7 +22,7 @@ import transformers
 from drafts import VOCABULARY, make
 from tokenizers import Tokenizer, models
 
-from linrope.cli.bench.benchmark import machine
+from linrope.cli.bench.benchmark import machine, peak_memory
 from linrope.decode import Engine, Generation
 from linrope.integrations import transformers as linrope_transformers
 
@@ -38,19 +38,6 @@ class FirstTokens(transformers.LogitsProcessor):
     def __call__(self, _: Any, scores: torch.Tensor) -> torch.Tensor:
         self.at = self.at or time.thread_time()
         return scores
-
-
-def peak_memory(function: Callable[[], Any]) -> tuple[Any, int]:
-    """The result, and by how many bytes the process grew at most."""
-
-    def kilobytes(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(name))
-
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = kilobytes("VmRSS")
-    result = function()
-    return result, (kilobytes("VmHWM") - before) * 1024
 
 
 def by_generate(model: Any, prompts: list[list[int]], count: int, together: bool) -> dict[str, Any]:
@@ -157,7 +144,9 @@ def measure(sides: dict[str, Callable[[], dict[str, Any]]], rounds: int) -> list
     results: dict[str, list[tuple[dict[str, Any], int]]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, run in sides.items():
-            results[side].append(peak_memory(run))
+            found: dict[str, Any] = {}
+            grown = peak_memory(lambda run=run, found=found: found.update(run()))  # type: ignore[misc]
+            results[side].append((found, grown or 0))
     expected = next(iter(results.values()))[0][0]["tokens"]
     rows = [row(side, found, expected) for side, found in results.items()]
     for x in rows:

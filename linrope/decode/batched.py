@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linrope.decode.separate import Separate, integers
-from linrope.decode.with_cache import same_logits
+from linrope.decode.with_cache import longest_text, same_logits
 
 _FAR = 1023  # tokens: longer than the windows that models have without a layer of that kind in their caches
 
@@ -16,19 +16,18 @@ _FAR = 1023  # tokens: longer than the windows that models have without a layer 
 class Rows(Protocol):
     """How the states of a model become rows of tensors, and how it decodes from them.
 
-    longest: how many tokens a sequence may have; None: any number.
-
     A fixed tensor has the same shape after any number of tokens: (1, ..). A growing one has a column for each token:
     (1, heads, tokens, size).
     """
-
-    longest: int | None
 
     def split(self, states: Any) -> tuple[list[Tensor], list[Tensor], int]:
         """The fixed and the growing tensors of a sequence's states, and the number of its tokens."""
 
     def view(self, fixed: list[Tensor], growing: list[Tensor]) -> Any:
-        """What ``decode`` reads and overwrites: states on these tensors (b, ..) and (b, heads, columns, size)."""
+        """States of b sequences, which ``decode`` reads and overwrites.
+
+        They lie in these tensors: the fixed ones (b, ..), the growing ones (b, heads, columns, size).
+        """
 
     def decode(self, view: Any, tokens: Tensor, lengths: Tensor, columns: int) -> Tensor:
         """Reads a token (b, 1) of each row; returns the logits (b, vocab_size).
@@ -209,7 +208,8 @@ def _why_not(model: Any, rows: Rows) -> str | None:
             logits, states = model(integers(model, [[token]]), states, logits_to_keep=1)
             expected.append(logits[0, -1])
     fixed, growing, _ = rows.split(states)
-    far = _FAR if rows.longest is None else min(_FAR, rows.longest - len(text))
+    longest = longest_text(model)
+    far = _FAR if longest is None else min(_FAR, longest - len(text))
     batch.add(2, fixed, [x.new_zeros(*x.shape[:2], far, x.shape[3]) for x in growing], far)
     found = torch.stack([batch.decode(integers(model, [[token]] * 3))[:2] for token in text], 1).flatten(0, 1)
     alone = torch.stack(expected)

@@ -55,7 +55,7 @@ class CacheRows:
             raise ValueError(f"layers of another kind in the cache, {', '.join(others)}")
         if any("longrope" in str(getattr(x, "rope_type", "")) for x in model.modules()):
             raise ValueError("longrope, whose angles depend on the longest sequence of a call")
-        self.model, self.layers, self.longest = model, cache.layers, model.longest
+        self.model, self.layers = model, cache.layers
 
     def split(self, states: tuple[Any, int]) -> tuple[list[Tensor], list[Tensor], int]:
         cache, length = states

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.decode.with_cache import longest_text
 from linrope.layer.key_value_state import KeyValueState
 from linrope.layer.state import LayerState
 
@@ -44,7 +43,7 @@ class StateRows:
     """
 
     def __init__(self, model: Any, states: list[LayerState | KeyValueState]) -> None:
-        self.model, self.first, self.longest = model, states, longest_text(model)
+        self.model, self.first = model, states
 
     def split(self, states: list[LayerState | KeyValueState]) -> tuple[list[Tensor], list[Tensor], int]:
         fixed = [x for state in states for x in _fixed(state).values()]

@@ -31,20 +31,16 @@ from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
 from tests.campaigns.command import numbers
 from tests.campaigns.leaks import resident
 from tests.support import families
-from tests.support.engines import Recorded
+from tests.support.engines import SIZES, Recorded
 
 LONGEST = 600  # tokens of a sequence, of the models that have such a number
-# Bytes that may come after the first turns. The same turns again and again take none; new shapes fill linrope's caches
-# of plans, which are bounded, and leave gaps between them: 22 MiB in ten minutes, ever fewer.
+# Bytes by which the process may grow after the first turns. It does not grow if the same turns are repeated. New shapes
+# fill linrope's bounded caches of plans and leave gaps in memory: 22 MiB in ten minutes, and less in each further one.
 ALLOWED = 64 * 2**20
 FIRST = 24  # turns: each model four times
 PATIENCE = 60.0  # seconds that a client waits for the next piece
 _ARENA_MAX = -8  # in glibc's malloc.h
-ROUNDING = 1e-4  # of the largest logit
-SIZES = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "initializer_range": 0.3,
-}  # fmt: skip
+ROUNDING = 1e-4  # noise, as a share of the largest logit, that may decide between two tokens
 _WINDOW = {"num_key_value_heads": 2, "sliding_window": 16, "max_position_embeddings": LONGEST}
 
 
@@ -313,7 +309,7 @@ def held() -> int:
 
 
 def run(seconds: float, seed: int, turn: int | None = None, requests: int = 40) -> Counter[str]:
-    """What happened how often; AssertionError with the command that repeats the turn."""
+    """Makes turns for so many seconds, and counts what happens. The AssertionError of a turn says how to repeat it."""
     counts: Counter[str] = Counter()
     began, shown, first = time.monotonic(), 0, 0
     keep_no_memory()

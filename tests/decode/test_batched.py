@@ -13,7 +13,7 @@ from linrope.decode.engine import Engine
 from linrope.decode.request import Generation
 from linrope.decode.separate import Separate
 from linrope.models import LanguageModel, LanguageModelConfig
-from tests.support.engines import Recorded, finish
+from tests.support.engines import SIZES, Recorded, finish
 
 hf = pytest.importorskip("transformers")
 
@@ -21,11 +21,8 @@ from linrope.integrations import transformers as linrope_transformers  # noqa: E
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM  # noqa: E402
 from tests.support import families  # noqa: E402
 
-SIZES = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 2048,
-}  # fmt: skip
-LINROPE = {name: SIZES[name] for name in SIZES if name != "max_position_embeddings"}
+SHARED_HEADS = SIZES | {"num_key_value_heads": 2}
+SOFTMAX = SHARED_HEADS | {"max_position_embeddings": 2048}
 
 
 def of_family(family: str) -> Callable[[], Any]:
@@ -41,8 +38,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     **{
         x: of_family(x) for x in ("qwen3_5", "kimi_linear", "granitemoehybrid", "falcon_h1", "mamba2", "lfm2")
     },
-    "linrope": lambda: LinRopeForCausalLM(LinRopeConfig(**LINROPE, full_attention_interval=2)),
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "linrope": lambda: LinRopeForCausalLM(LinRopeConfig(**SHARED_HEADS, full_attention_interval=2)),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SOFTMAX)),
 }
 
 
@@ -147,7 +144,7 @@ def test_a_first_row_that_finds_no_memory_leaves_an_idle_batch_without_any() -> 
     ("make", "reason"),
     [
         (
-            lambda: hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=8)),
+            lambda: hf.MistralForCausalLM(hf.MistralConfig(**SOFTMAX, sliding_window=8)),
             "layers of another kind in the cache, DynamicSlidingWindowLayer",
         ),
         (
@@ -158,7 +155,7 @@ def test_a_first_row_that_finds_no_memory_leaves_an_idle_batch_without_any() -> 
             "sequences that are decoded together get other logits than alone",
         ),
         (
-            lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, rope_parameters={
+            lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SOFTMAX, rope_parameters={
                 "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
                 "original_max_position_embeddings": 64, "factor": 2.0,
             })),

@@ -10,17 +10,13 @@ from linrope.decode.batched import Batched
 from linrope.decode.separate import Separate
 from linrope.decode.serving_models import Pool
 from linrope.models import LanguageModel, LanguageModelConfig
-from tests.support.engines import Recorded, finish
+from tests.support.engines import SIZES, Recorded, finish
 
 hf = pytest.importorskip("transformers")
 
 from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM  # noqa: E402
 from tests.support import families  # noqa: E402
 
-SIZES = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "initializer_range": 0.3,
-}  # fmt: skip
 WINDOW = {"num_key_value_heads": 2, "sliding_window": 16}
 MODELS = {
     "pool": (Pool, lambda: LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2))),

@@ -45,7 +45,10 @@ def read(net: nn.Module, cache: dict[str, Any], ids: Tensor, rejected: Tensor) -
 def with_drafts(
     family: str, net: nn.Module, ids: Tensor, drafts: list[int], lengths: Sequence[int] = (16, 3, 1, 1, 3, 1)
 ) -> Tensor:
-    """The logits of ids, read in pieces of these lengths, each with so many rejected tokens."""
+    """Reads ids in pieces, with some tokens after each that are removed again; returns the logits of ids.
+
+    drafts: how many of these tokens come after each piece.
+    """
     cache = recording_cache(family, net)
     rejected = [tokens(len(ids), n, seed=n) for n in drafts]
     pieces = zip(ids.split([*lengths], 1), rejected, strict=True)

@@ -6,6 +6,12 @@ from typing import Any
 from linrope.decode.engine import Engine
 from linrope.decode.request import Generation
 
+# Of a tiny model whose tokens are bytes
+SIZES = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "initializer_range": 0.3,
+}  # fmt: skip
+
 
 @dataclass(eq=False)
 class Recorded(Generation):

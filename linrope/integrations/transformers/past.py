@@ -25,7 +25,7 @@ from linrope.operation.functional import linear_rope_attention
 from linrope.recurrence.state import LinearAttentionState
 
 LONGEST = 256  # tokens that can be removed at least, if as many were read: more than a draft has
-_ATTRIBUTE = "linrope_past"  # of a cache's layer
+_ATTRIBUTE = "linrope_past"  # the attribute of a cache's layer that holds its Past
 
 
 class Past:
@@ -95,8 +95,10 @@ def record(
 ) -> None:
     """Records the tokens of a call, if a cache records it. Gradients are not: the backward pass needs the states."""
     layer = recording_layer()
+    if layer is None:
+        return
     given = {name: x for name, x in tokens.items() if x is not None}
-    if layer is None or (torch.is_grad_enabled() and any(x.requires_grad for x in given.values())):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
         return
     past = getattr(layer, _ATTRIBUTE, None)
     if past is None:
@@ -106,7 +108,7 @@ def record(
 
 
 def targets(classes: Collection[type]) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """What to replace for a family with these classes, and the functions that make the replacements."""
+    """For a family with these classes: owner, name, and the function that makes linrope's owner.name of the old one."""
     mixers = [x for x in classes if calls(x, "update_recurrent_state")]
     if not mixers:  # transformers itself goes back in convolutions
         return
@@ -132,8 +134,9 @@ def forward_of_mixer(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:
-        given = [x for x in (*arguments, *(options.get(name) for name in CACHES)) if hasattr(x, "layers")]
-        layer = given[0].layers[self.layer_idx] if given else None
+        given = (*(options.get(name) for name in CACHES), *arguments)
+        cache = next((x for x in given if hasattr(x, "layers")), None)
+        layer = None if cache is None else cache.layers[self.layer_idx]
         if not getattr(layer, "record_past", False):
             return original(self, *arguments, **options)
         token = _layer.set(layer)
@@ -147,7 +150,7 @@ def forward_of_mixer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut_inputs(layer: Any) -> None:
-    """Of the convolution's inputs, which transformers keeps since the last crop, leaves those that can be removed."""
+    """Cuts the convolution's inputs, which transformers keeps since the last crop, to those that a crop may need."""
     past: Past | None = getattr(layer, _ATTRIBUTE, None)
     for i, x in layer.conv_states.items():
         surplus = 0 if x is None else x.shape[-1] - layer.conv_kernel_size[i] - 2 * LONGEST

@@ -104,7 +104,7 @@ class LinRopeLayer(GradientCheckpointingLayer):
             y = self.self_attn(x, state=state, return_state=return_state, **tokens)
             return y if return_state else (y, None)
         n = x.shape[1]
-        first = 0 if n <= 2 * LONGEST else n - LONGEST  # of a long text only the last tokens are kept
+        first = 0 if n <= 2 * LONGEST else n - LONGEST  # only the end of a long text can be removed again
         parts = []
         if first:
             y, state = self.self_attn(
@@ -367,10 +367,12 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
                 model_kwargs[CACHE].activate_past_recording()
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(CACHE)
+        recorded = isinstance(cache, LinRopeCache) and cache.is_croppable
         try:
             return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
         finally:
-            if isinstance(cache := kwargs.get(CACHE), LinRopeCache):
+            if isinstance(cache, LinRopeCache) and not recorded:
                 cache.stop_recording()
 
     def _prepare_position_ids_for_generation(

@@ -121,6 +121,13 @@ def test_a_cache_goes_on_after_drafts_and_records_no_more() -> None:
     assert torch.equal(more, model.generate(prompt, max_new_tokens=16, **GREEDY))
 
 
+def test_a_caller_s_recording_goes_on_after_drafts() -> None:
+    model = causal_lm()
+    cache = recording_cache(model)
+    model.generate(tokens(1, 8), cache=cache, prompt_lookup_num_tokens=3, max_new_tokens=5, **GREEDY)
+    assert all(layer.record_past for layer in cache.layers)
+
+
 @torch.no_grad()
 def test_a_prepared_step_is_taken_between_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Going back keeps the states' memory, for which the step was prepared."""
