@@ -29,6 +29,14 @@ def _llama(task: Task, size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _gpt2(task: Task, size: int) -> dict[str, Any]:
+    # In nanoGPT's shape, without dropout. transformers' class has biases, nanoGPT's has none.
+    return {
+        "n_layer": task.layers, "n_head": task.heads, "n_inner": size, "n_positions": task.length,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+
+
 def _mamba2(task: Task, size: int) -> dict[str, Any]:
     # Twice the layers, since a block has no feed-forward part of its own; heads of 16 of 2 x dim channels.
     return {
@@ -71,6 +79,7 @@ def _minimax(task: Task, size: int) -> dict[str, Any]:
 _LAYERS = "num_hidden_layers"
 PEERS = {
     "llama": Peer("Llama", _llama, 256, None, ()),
+    "gpt-2": Peer("GPT2", _gpt2, 512, None, ()),
     "mamba-2": Peer("Mamba2", _mamba2, 64, "mamba2", ((_LAYERS, "num_heads", "head_dim", "state_size"),)),
     "gated-deltanet": Peer(
         "Qwen3Next", _gated_deltanet, 256, "qwen3_next",
@@ -104,7 +113,7 @@ def make(
     peer = PEERS[name]
     options = {"vocab_size": task.vocab_size, "hidden_size": task.dim} | peer.options(task, size)
     config = getattr(transformers, f"{peer.name}Config")(**options, use_cache=False)
-    model = getattr(transformers, f"{peer.name}ForCausalLM")(config)
+    model = getattr(transformers, f"{peer.name}{'LMHeadModel' if name == 'gpt-2' else 'ForCausalLM'}")(config)
     return model, {"class": f"transformers.{peer.name}ForCausalLM"} | options, _logits
 
 
@@ -127,6 +136,12 @@ def state_numbers(name: str, options: dict[str, Any]) -> int | None:
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
     logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
+
+
+def last_output(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Of the last token, behind the last norm."""
+    out: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
+    return out
 
 
 def versions(name: str) -> dict[str, str]:

@@ -66,6 +66,27 @@ TASKS = {
         "The task is to recall the values of 4 keys. The columns give the bytes of source code in between; training "
         "has 8 to 4,096. A model that knows the four values but not their keys gets 0.41.",
     ),
+    "mad-compress": (
+        "MAD: compression",
+        "31 of 15 symbols and a mark. A small network behind the model tells each from the model's output at the mark.",
+    ),
+    "mad-fuzzy-recall": (
+        "MAD: fuzzy recall",
+        "Keys and values of 1 to 3 symbols in turn; keys that were there before ask for their value of then.",
+    ),
+    "mad-recall": ("MAD: in-context recall", "The same with keys and values of one symbol."),
+    "mad-memorize": (
+        "MAD: memorization",
+        "127 keys with values that are the same in all rows, of which training has 256.",
+    ),
+    "mad-noisy-recall": (
+        "MAD: noisy recall",
+        "In-context recall with a fifth of all pairs replaced by two of 16 other symbols.",
+    ),
+    "mad-copy": (
+        "MAD: selective copying",
+        "16 symbols with blanks between them, then the symbols in their order, in rows of 256.",
+    ),
     "images": (
         "Images",
         "In which of 8 directions a disc lies from a square, in patches of 4 x 4 pixels; trained at 32 x 32.",

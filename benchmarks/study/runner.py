@@ -63,7 +63,7 @@ def grid(selected: Sequence[tuple[Task, list[str]]]) -> list[Run]:
         Run(task.rate_task(), model, plan.GRID_SEED, rate, "grid")
         for task, names in selected
         for model in plan.representatives(task, names).values()
-        for rate in plan.LEARNING_RATES
+        for rate in task.learning_rates
     ]
 
 
@@ -75,7 +75,7 @@ def best_rate(task: Task, model: str, found: Sequence[Line]) -> float:
     Raises:
         RuntimeError: all of them diverged.
     """
-    runs = [Run(task.rate_task(), model, plan.GRID_SEED, rate, "grid") for rate in plan.LEARNING_RATES]
+    runs = [Run(task.rate_task(), model, plan.GRID_SEED, rate, "grid") for rate in task.learning_rates]
     losses = [
         (line["final_loss"], run.learning_rate)
         for run in runs
@@ -83,7 +83,7 @@ def best_rate(task: Task, model: str, found: Sequence[Line]) -> float:
         if is_done(run, [line]) and line["final_loss"] is not None
     ]
     if not losses:
-        raise RuntimeError(f"{task.name}, {model}: diverged at all of {plan.LEARNING_RATES}")
+        raise RuntimeError(f"{task.name}, {model}: diverged at all of {task.learning_rates}")
     return min(losses)[1]
 
 

@@ -20,7 +20,7 @@ class Task:
 
     name: str
     vocab_size: int = 256
-    length: int = 256  # of a training row; where decays are spread, the longest half-life
+    length: int = 256  # of a training row
     heads: int = 4
     head_dim: int = 16
     layers: int = 2
@@ -28,9 +28,23 @@ class Task:
     rows: int = 32  # of a batch
     test_rows: int = 128
 
+    # No fields, which would be part of the settings by which runs are known
+    learning_rates = (1e-3, 3e-3, 1e-2)
+    bfloat16 = False  # whether models run under autocast
+
     @property
     def dim(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def longest(self) -> int:
+        """The longest half-life with which a decay starts."""
+        return self.length
+
+    @property
+    def hidden_dim(self) -> int:
+        """Of softmax-rope's feed-forward networks: it sets the number of parameters of all models."""
+        return 3 * self.dim
 
     @property
     def tokens(self) -> int:
@@ -61,6 +75,10 @@ class Task:
 
     def batch(self, seed: int, step: int) -> Batch:
         raise NotImplementedError
+
+    def solved(self, model: nn.Module, step: int) -> bool:
+        """Whether training may end before its last step."""
+        return False
 
     def measure(self, model: nn.Module) -> dict[str, Any]:
         """Numbers by name, and lists of numbers, which tables leave out."""

@@ -23,6 +23,7 @@ class Progress:
     """A run's figures so far; those of a diverged run end at the step whose loss was not finite."""
 
     losses: list[float] = field(default_factory=list)  # nats, a step each
+    solved: bool = False  # so that training ended early
     seconds: float = 0.0  # of training, by the wall clock
     cpu_seconds: float = 0.0
 
@@ -49,12 +50,13 @@ def train(model: nn.Module, task: Task, seed: int, learning_rate: float, checkpo
     begun = saved = time.perf_counter()
     cpu, before = time.process_time(), (progress.seconds, progress.cpu_seconds)
     model.train()
-    while len(progress.losses) < task.steps and not progress.diverged:
+    while len(progress.losses) < task.steps and not progress.diverged and not progress.solved:
         step = len(progress.losses)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * _schedule(step, task.steps)
         inputs, targets = (x.to(device) for x in task.batch(seed, step))
         progress.losses.append(update(model, optimizer, inputs, targets))
+        progress.solved = task.solved(model, step + 1)
         now = time.perf_counter()
         progress.seconds = before[0] + now - begun
         progress.cpu_seconds = before[1] + time.process_time() - cpu

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.study import peers
 from benchmarks.study.images import Encoder, Images
+from benchmarks.study.mad import Compression, Decoder
 from benchmarks.study.tasks import Task
 from linrope import LinearRoPEAttention
 from linrope.layer.selective import EraseGate
@@ -15,7 +16,7 @@ from linrope.models import LanguageModel, LanguageModelConfig
 
 Options = dict[str, Any]
 TOLERANCE = 0.01  # of the number of parameters
-LENGTH = "the task's length"  # the longest half-life with which a decay starts
+LENGTH = "the task's length"  # in its place Task.longest
 
 # The layer alone with output norm and gate, and GPT-2's initial weights. Variants without "parts" are made of it.
 _BARE: Options = {
@@ -202,6 +203,7 @@ WORDS: dict[str, str] = {
     "size, one norm over all heads, behind skip and gate",
     "block-softmax-all-rotated": "`block-softmax`, all features rotated",
     "llama": "transformers' Llama",
+    "gpt-2": "transformers' GPT-2, which nanoGPT's model follows",
     "mamba-2": "transformers' Mamba-2: twice the layers, no feed-forward networks",
     "gated-deltanet": "transformers' Qwen3-Next with its linear layer everywhere and dense feed-forward networks",
     "kimi-linear": "transformers' Kimi Linear with its linear layer everywhere and dense feed-forward networks",
@@ -210,16 +212,23 @@ WORDS: dict[str, str] = {
 
 
 class Logits(nn.Module):
-    """A model of which nothing but the logits is wanted."""
+    """A model of which nothing but the logits is wanted; with a decoder, what that makes of the last token's output."""
 
     def __init__(
-        self, model: nn.Module, options: Options, read: Callable[[nn.Module, Tensor], Tensor]
+        self,
+        model: nn.Module,
+        options: Options,
+        read: Callable[[nn.Module, Tensor], Tensor],
+        decoder: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.options, self.read = model, options, read
+        self.model, self.options, self.read, self.decoder = model, options, read, decoder
+        self.bfloat16 = False  # under autocast
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.read(self.model, inputs)
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bfloat16):
+            out = self.read(self.model, inputs).float()
+        return out if self.decoder is None else self.decoder(out)
 
 
 def family(name: str) -> str:
@@ -232,8 +241,8 @@ def build(name: str, task: Task, seed: int = 0) -> Logits:
     Raises:
         ValueError: it cannot be made to have as many parameters as "softmax-rope".
     """
-    target = _count(_make("softmax-rope", task, 3 * task.dim))
-    start = 16 if VARIANTS[name][1].get("mixers") else 3 * task.dim
+    target = _count(_make("softmax-rope", task, task.hidden_dim))
+    start = 16 if VARIANTS[name][1].get("mixers") else task.hidden_dim
     if name in peers.PEERS:
         make: Callable[[int], Logits] = lambda size: Logits(*peers.make(name, task, size))  # noqa: E731
         size = fit(lambda size: _count(make(size)), target, peers.PEERS[name].start)
@@ -243,6 +252,10 @@ def build(name: str, task: Task, seed: int = 0) -> Logits:
     torch.manual_seed(seed)
     model = make(size)
     check_parameters(name, _count(model), target)
+    model.bfloat16 = task.bfloat16
+    if isinstance(task, Compression):
+        model.decoder = Decoder(task.dim, task.length, task.vocab_size)
+        model.read = peers.last_output if name in peers.PEERS else _last_output
     return model
 
 
@@ -271,7 +284,7 @@ def _count(model: nn.Module) -> int:
 
 
 def _make(name: str, task: Task, hidden_dim: int) -> Logits:
-    options = _with_length(VARIANTS[name][1], task.length)
+    options = _with_length(VARIANTS[name][1], task.longest)
     if isinstance(task, Images):
         layer = {"rope_order" if key == "order" else key: value for key, value in options.items()}
         if layer.pop("positions", "rope") == "none":
@@ -335,6 +348,15 @@ def _with_length(options: Any, length: int) -> Any:
 def _first(model: nn.Module, tokens: Tensor) -> Tensor:
     logits: Tensor = model(tokens, return_states=False)[0]
     return logits
+
+
+def _last_output(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Of the last token, behind the last norm."""
+    found: list[Tensor] = []
+    hook = model.norm.register_forward_hook(lambda module, inputs, output: found.append(output))
+    model(tokens, return_states=False, logits_to_keep=1)
+    hook.remove()
+    return found[0][:, 0]
 
 
 def _call(model: nn.Module, images: Tensor) -> Tensor:

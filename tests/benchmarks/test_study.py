@@ -14,6 +14,14 @@ from torch import Tensor, nn
 from benchmarks.study import __main__ as commands
 from benchmarks.study import lines, peers, plan, report, runner, steps, text, training, variants
 from benchmarks.study.images import Images
+from benchmarks.study.mad import (
+    Compression,
+    FuzzyRecall,
+    InContextRecall,
+    Mad,
+    Memorization,
+    SelectiveCopying,
+)
 from benchmarks.study.runner import Run
 from benchmarks.study.tasks import Copying, Recall, Sum, Task
 from benchmarks.study.text import Distant, Language
@@ -37,6 +45,8 @@ def _corpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny(task: Task) -> Task:
     """Two steps on two rows, and for text shorter ones."""
     task = replace(task.scaled(1e-4), rows=2)
+    if isinstance(task, Mad):
+        return replace(task, train_rows=16)
     if isinstance(task, Language):
         return replace(task, length=16)
     return replace(task, length=128, distances=(64, 128), tested=(64,)) if isinstance(task, Distant) else task
@@ -69,6 +79,32 @@ def repeat(inputs: Tensor) -> Tensor:
     return inputs.roll(inputs.shape[1] // 2, 1)
 
 
+def selected(inputs: Tensor) -> Tensor:
+    """The symbols that are neither blank (14) nor the mark (15), over the blanks at the end."""
+    rows = inputs[inputs < 14].view(len(inputs), -1)
+    return nn.functional.pad(rows, (inputs.shape[1] - rows.shape[1], 0))
+
+
+def learned_by_heart(inputs: Tensor) -> Tensor:
+    """The value of the key before, as the training rows show it."""
+    keys, values = Memorization("mad").make(200, torch.Generator().manual_seed(0), True)
+    table = torch.zeros(256, dtype=torch.int64)
+    table[keys[:, ::2]] = values[:, 1::2]
+    return table[inputs].roll(1, 1)
+
+
+def look_up_words(inputs: Tensor) -> Tensor:
+    """What followed the last key, three symbols under 7, and the part of its value that is there so far."""
+    found = inputs.clone()
+    for row, guess in zip(inputs.tolist(), found):
+        for at in range(3, len(row)):
+            key = next((i for i in range(at, -1, -1) if row[i] < 7), 2)
+            word = row[key - 2 : at + 1]
+            starts = (i for i in range(at - len(word)) if row[i : i + len(word)] == word)
+            guess[at] = row[next(starts, 0) + len(word)]
+    return found
+
+
 # Tasks
 
 
@@ -80,6 +116,12 @@ def repeat(inputs: Tensor) -> Tensor:
         (Sum("parity", vocab_size=2, modulus=2), lambda inputs: inputs.cumsum(1)),
         (Sum("modulo-3", vocab_size=3, modulus=3), lambda inputs: inputs.cumsum(1)),
         (Copying("copying"), repeat),
+        (Compression("mad-compress"), lambda inputs: inputs),
+        (FuzzyRecall("mad-fuzzy-recall", test_rows=20), look_up_words),
+        (InContextRecall("mad-recall", test_rows=200), look_up),
+        (InContextRecall("mad-noisy-recall", vocab_size=32, noise=0.2, noise_symbols=16), look_up),
+        (SelectiveCopying("mad-copy"), selected),
+        (Memorization("mad-memorize"), learned_by_heart),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
@@ -142,6 +184,9 @@ LIKE_OTHERS = (
     "distant",
     "language-long",
     "language-long-600",
+    "mad-fuzzy-recall",
+    "mad-recall",
+    "mad-copy",
 )
 
 
@@ -178,7 +223,8 @@ VARIANTS = dict(plan.PLAN)[TASKS["language"]]  # every fifth of them, and in mak
         for i, name in enumerate(VARIANTS)
     ]
     + [(tiny(task), names[-1]) for task, names in plan.PLAN[1:]]
-    + [(tiny(TASKS["images"]), name) for name in ("softmax-rope", "linear", "axial")],
+    + [(tiny(TASKS["images"]), name) for name in ("softmax-rope", "linear", "axial")]
+    + [(tiny(TASKS["mad-compress"]), name) for name in ("block-hybrid", "gated-deltanet")],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_every_model_trains_and_is_measured(task: Task, name: str, tmp_path) -> None:
@@ -251,6 +297,22 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path, monkeypatch) ->
     torch.testing.assert_close(trained("killed"), whole, rtol=0, atol=0)
 
 
+def test_training_ends_early_where_a_task_is_solved(tmp_path, monkeypatch) -> None:
+    task = replace(tiny(TASKS["parity"]), steps=6)
+    monkeypatch.setattr(Sum, "solved", lambda self, model, step: step == 3)
+    progress = training.train(variants.build("block", task), task, 1, 1e-3, tmp_path / "x.pt")
+    assert (progress.solved, len(progress.losses)) == (True, 3)
+
+    task = Compression("mad-compress")
+    perfect, guess = Model(lambda inputs: one_hot(inputs, 16)), Model(lambda inputs: one_hot(0 * inputs, 16))
+    assert [task.solved(model, step) for model in (perfect, guess) for step in (100, 150)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
 def test_a_study_that_was_killed_runs_only_what_is_missing(tmp_path, monkeypatch, capsys) -> None:
     def study() -> list[str]:
         runner.study(
@@ -307,7 +369,7 @@ def test_a_run_that_diverges_is_a_line_without_results(tmp_path) -> None:
 
 def test_the_learning_rate_is_the_one_with_the_least_loss_of_the_grid() -> None:
     task = TASKS["parity"]
-    losses = dict(zip(plan.LEARNING_RATES, (0.5, 0.2, None)))
+    losses = dict(zip(TASKS["parity"].learning_rates, (0.5, 0.2, None)))
     grid = [Run(task, "block-erase-2-elu", plan.GRID_SEED, rate, "grid") for rate in losses]
     found = [run.key() | {"final_loss": losses[run.learning_rate]} for run in grid]
     noise = [Run(task, "block-erase-2-elu", 1, 1e-2, "run").key() | {"final_loss": 0.0}]
@@ -395,7 +457,7 @@ def test_longer_tasks_take_the_learning_rates_of_the_others() -> None:
         assert longer.scaled(2.0).rate_task() == plain.scaled(2.0)
         assert longer.steps > plain.steps
     longer = TASKS["language-equal-time"]
-    losses = dict(zip(plan.LEARNING_RATES, (0.5, 0.2, 0.3)))
+    losses = dict(zip(TASKS["parity"].learning_rates, (0.5, 0.2, 0.3)))
     runs = runner.grid([(longer, ["block"])])
     assert {(run.task, run.model) for run in runs} == {(TASKS["language"], "block-all-rotated")}
     found = [run.key() | {"final_loss": losses[run.learning_rate]} for run in runs]
