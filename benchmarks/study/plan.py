@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from benchmarks.study import peers
 from benchmarks.study.images import Images
 from benchmarks.study.mad import Compression, FuzzyRecall, InContextRecall, Memorization, SelectiveCopying
+from benchmarks.study.shakespeare import Shakespeare
 from benchmarks.study.tasks import Copying, LongCopying, Recall, Sum, Task
 from benchmarks.study.text import Distant, Doubled, EqualTime, Language, Larger
 from benchmarks.study.variants import VARIANTS, family
@@ -83,6 +84,9 @@ _LARGER = ["block-all-rotated", "block", "block-softmax-all-rotated", "mamba-2",
 LONG: list[tuple[Task, list[str]]] = [
     (Larger("language-long"), _LARGER),
     (Doubled("language-long-600"), _LARGER[1:]),
+    (Shakespeare("shakespeare-64"), ["gpt-2", "block"]),
+    (Shakespeare("shakespeare-512", length=512, rows=2, steps=1500), ["gpt-2"]),
+    (Shakespeare("shakespeare-512-equal-time", length=512, rows=2, steps=2110), ["block"]),
     (Compression("mad-compress"), _MAD),
     (FuzzyRecall("mad-fuzzy-recall"), _MAD),
     (InContextRecall("mad-recall"), _MAD),

@@ -66,6 +66,16 @@ TASKS = {
         "The task is to recall the values of 4 keys. The columns give the bytes of source code in between; training "
         "has 8 to 4,096. A model that knows the four values but not their keys gets 0.41.",
     ),
+    "shakespeare-64": (
+        "Tiny Shakespeare, 64 characters",
+        "nanoGPT's run on a CPU, in its sizes and steps. `loss`: nats per character of the whole validation part. "
+        "nanoGPT has 1.88, over 20 random batches.",
+    ),
+    "shakespeare-512": ("Tiny Shakespeare, 512 characters", "The same with rows of 512."),
+    "shakespeare-512-equal-time": (
+        "Tiny Shakespeare, 512 characters, in GPT-2's time",
+        "The same, with as many steps of the default block as take the CPU time of GPT-2's in the table above.",
+    ),
     "mad-compress": (
         "MAD: compression",
         "31 of 15 symbols and a mark. A small network behind the model tells each from the model's output at the mark.",

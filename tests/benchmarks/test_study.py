@@ -1,6 +1,7 @@
 """benchmarks/study: its tasks, that its models are of one size, and that nothing is lost or counted twice."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.study import __main__ as commands
-from benchmarks.study import lines, peers, plan, report, runner, steps, text, training, variants
+from benchmarks.study import lines, peers, plan, report, runner, shakespeare, steps, text, training, variants
 from benchmarks.study.images import Images
 from benchmarks.study.mad import (
     Compression,
@@ -40,6 +41,8 @@ def small_corpus() -> Corpus:
 @pytest.fixture(autouse=True)
 def _corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "corpus", small_corpus)
+    some = torch.randint(65, (3000,), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(shakespeare, "characters", lambda: (some[:2000], some[2000:]))
 
 
 def tiny(task: Task) -> Task:
@@ -153,6 +156,25 @@ def test_what_a_long_context_brings_is_measured_on_the_same_bytes() -> None:
     assert found["by position"][:7] == pytest.approx(found["by position, 1x"][:7])
 
 
+def test_the_loss_of_shakespeare_is_that_of_the_whole_validation_part(monkeypatch, tmp_path) -> None:
+    task = TASKS["shakespeare-64"]
+    guess = Model(lambda inputs: torch.zeros(*inputs.shape, 65))
+    assert task.measure(guess)["loss"] == pytest.approx(math.log(65))
+    seen = []
+    task.measure(Model(lambda inputs: (seen.append(inputs), one_hot(inputs, 65))[1]))  # type: ignore[func-returns-value]
+    validation = shakespeare.characters()[1]
+    assert torch.equal(torch.cat(seen).flatten(), validation[: sum(x.numel() for x in seen)])
+    assert len(validation) - sum(x.numel() for x in seen) <= 64
+
+    monkeypatch.undo()
+    shakespeare.characters.cache_clear()
+    (tmp_path / "other.txt").write_text("To be, or not to be")
+    for path in ("", tmp_path / "other.txt"):
+        monkeypatch.setenv(shakespeare.VARIABLE, str(path))
+        with pytest.raises(ValueError, match=r"TINY_SHAKESPEARE=.*expected the path of .*input.txt"):
+            task.batch(0, 0)
+
+
 def test_images_are_seen_whole_and_show_every_direction() -> None:
     images, labels = Images("images").make(200, 32, torch.Generator().manual_seed(0))
     assert images.shape == (200, 3, 32, 32)
@@ -184,6 +206,8 @@ LIKE_OTHERS = (
     "distant",
     "language-long",
     "language-long-600",
+    "shakespeare-512",
+    "shakespeare-512-equal-time",
     "mad-fuzzy-recall",
     "mad-recall",
     "mad-copy",
@@ -224,7 +248,8 @@ VARIANTS = dict(plan.PLAN)[TASKS["language"]]  # every fifth of them, and in mak
     ]
     + [(tiny(task), names[-1]) for task, names in plan.PLAN[1:]]
     + [(tiny(TASKS["images"]), name) for name in ("softmax-rope", "linear", "axial")]
-    + [(tiny(TASKS["mad-compress"]), name) for name in ("block-hybrid", "gated-deltanet")],
+    + [(tiny(TASKS["mad-compress"]), name) for name in ("block-hybrid", "gated-deltanet")]
+    + [(tiny(TASKS["shakespeare-64"]), "gpt-2")],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_every_model_trains_and_is_measured(task: Task, name: str, tmp_path) -> None:
