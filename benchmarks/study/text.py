@@ -45,9 +45,9 @@ class Language(Task):
     def measure(self, model: nn.Module) -> dict[str, Any]:
         n = self.length
         rows = _inside_documents(corpus().held_out, self.test_rows, self.times * n)
-        whole = _bits(model, rows)
+        whole = bits_of(model, rows)
         windows = rows[:, :-1].reshape(-1, n), rows[:, 1:].reshape(-1, n)
-        alone = _bits(model, torch.cat((windows[0], windows[1][:, -1:]), 1)).view(whole.shape)
+        alone = bits_of(model, torch.cat((windows[0], windows[1][:, -1:]), 1)).view(whole.shape)
         found: dict[str, Any] = {"bits": alone.mean().item()}
         for t in _doublings(self.times):
             part = slice(t * n // 2, t * n)
@@ -119,7 +119,7 @@ def _inside_documents(text: Text, rows: int, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def _bits(model: nn.Module, rows: Tensor, tokens: int = 16_384) -> Tensor:
+def bits_of(model: nn.Module, rows: Tensor, tokens: int = 16_384) -> Tensor:
     """Bits of each token of rows (b, n + 1) but the first, (b, n)."""
     device = next(model.parameters()).device
     parts = []

@@ -41,11 +41,7 @@ class Progress:
 def train(model: nn.Module, task: Task, seed: int, learning_rate: float, checkpoint: Path) -> Progress:
     """AdamW with warm-up and a cosine down to a tenth. Goes on from checkpoint, and writes it as it goes."""
     device = next(model.parameters()).device
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, fused=True)
+    optimizer = optimizer_of(model, learning_rate)
     progress = _load(checkpoint, model, optimizer)
     begun = saved = time.perf_counter()
     cpu, before = time.process_time(), (progress.seconds, progress.cpu_seconds)
@@ -65,6 +61,15 @@ def train(model: nn.Module, task: Task, seed: int, learning_rate: float, checkpo
             saved = now
     model.eval()
     return progress
+
+
+def optimizer_of(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW, without weight decay for vectors."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, fused=True)
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> float:

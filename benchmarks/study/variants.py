@@ -241,17 +241,17 @@ def build(name: str, task: Task, seed: int = 0) -> Logits:
     Raises:
         ValueError: it cannot be made to have as many parameters as "softmax-rope".
     """
-    target = _count(_make("softmax-rope", task, task.hidden_dim))
+    target = num_parameters(_make("softmax-rope", task, task.hidden_dim))
     start = 16 if VARIANTS[name][1].get("mixers") else task.hidden_dim
     if name in peers.PEERS:
         make: Callable[[int], Logits] = lambda size: Logits(*peers.make(name, task, size))  # noqa: E731
-        size = fit(lambda size: _count(make(size)), target, peers.PEERS[name].start)
+        size = fit(lambda size: num_parameters(make(size)), target, peers.PEERS[name].start)
     else:
         make = lambda size: _make(name, task, size)  # noqa: E731
-        size = fit(lambda size: _count(make(size)), target, start)
+        size = fit(lambda size: num_parameters(make(size)), target, start)
     torch.manual_seed(seed)
     model = make(size)
-    check_parameters(name, _count(model), target)
+    check_parameters(name, num_parameters(model), target)
     model.bfloat16 = task.bfloat16
     if isinstance(task, Compression):
         model.decoder = Decoder(task.dim, task.length, task.vocab_size)
@@ -279,7 +279,7 @@ def state_numbers(model: nn.Module) -> int | None:
     return sum(x.num_state_heads * x.feature_map.feature_dim * x.value_head_dim for x in layers)
 
 
-def _count(model: nn.Module) -> int:
+def num_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
