@@ -7,7 +7,7 @@ from subprocess import getoutput
 import torch
 import triton
 
-from benchmarks.gpu import commands, delta, host, models, operation, others, tiles
+from benchmarks.gpu import commands, curves, delta, host, models, operation, others, tiles
 from benchmarks.gpu.machine import Machine, Row
 from linrope.cli.bench.benchmark import machine as description
 
@@ -67,4 +67,7 @@ STEPS = {
         others.others, "forget gates by flash-linear-attention and by mamba-ssm", 40, 80, ahead=False
     ),
     "tiles": Step(tiles.tiles, "kernels with other tiles than those of the table", 270, 420, ahead=False),
+    "curves": Step(
+        curves.curves, "training curves of the default block, softmax attention and Gated DeltaNet", 580, 660
+    ),
 }

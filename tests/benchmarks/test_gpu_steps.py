@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from math import nan
+from math import log, nan
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,14 +18,17 @@ from linrope_kernels import start, tiles
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu import commands, delta, host, machine, operation, others
+from benchmarks.gpu import commands, curves, delta, host, machine, operation, others
 from benchmarks.gpu import tiles as tile_step
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.runner import failures
 from benchmarks.gpu.steps import STEPS
+from benchmarks.study import peers
+from benchmarks.study.variants import num_parameters
 from linrope import Rotary, linear_rope_attention
 from linrope.cli.bench.cases import AttentionCase
 from linrope.integrations import fla
+from linrope.models.training import Corpus
 
 ROOT = Path(__file__).parents[2]
 DRY = Machine("cpu", small=True, limit=120)
@@ -283,6 +286,61 @@ def test_a_difference_counts_by_its_tensor_and_nan_is_no_small_one() -> None:
     assert tile_step.difference((x, y), (x, y)) == 0
     assert abs(tile_step.difference((x + torch.tensor([0.0, 0.5]), y), (x, y)) - 0.1) < 1e-6
     assert not tile_step.difference((x * nan, y), (x, y)) <= 1
+
+
+# Training curves
+
+
+def test_the_models_of_the_curves_have_fifty_million_parameters() -> None:
+    with torch.device("meta"):
+        sizes = [num_parameters(curves.build(name, curves.FULL, 50_000_000)) for name in curves.RATES]
+    assert len(sizes) == 3
+    assert all(abs(size - 50_000_000) < 500_000 for size in sizes)
+
+
+def test_curves_count_the_time_of_training_alone_which_sets_the_rates(monkeypatch, tmp_path: Path) -> None:
+    now, rates, texts = [0.0], list[float](), list[Tensor]()
+
+    def update(model: Any, optimizer: Any, inputs: Tensor, targets: Tensor) -> float:
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        now[0] += 1
+        rates.append(optimizer.param_groups[0]["lr"])
+        texts.append(inputs)
+        return log(2) * len(rates)
+
+    def bits_of(model: Any, rows: Tensor) -> Tensor:
+        now[0] += 1000
+        return torch.full((2, 3), float(len(rates)))
+
+    monkeypatch.setattr(curves, "update", update)
+    monkeypatch.setattr(curves, "bits_of", bits_of)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    corpus = Corpus.from_texts(["some text " * 100, "some more " * 10])
+    row = curves.train(DRY, corpus, curves.SMALL, 2.0, torch.nn.Linear(1, 1), 100.0)
+    assert (row["steps"], row["seconds"], row["tokens"]) == (100, 100, 6400)
+    assert rates == [2 * curves.schedule(i / 100) for i in range(100)]
+    assert rates[0] == 0
+    assert rates.index(max(rates)) == 5
+    assert 0.2 < rates[-1] < 0.21
+    assert row["curve"] == [[2 * i, 128 * i, pytest.approx(2 * i - 0.5)] for i in range(1, 51)]
+    assert [x[0] for x in row["held_out"]] == [x[2] for x in row["held_out"]] == [17, 34, 50, 67, 84, 100]
+    first = texts[:]
+    texts.clear()
+    curves.train(DRY, corpus, curves.SMALL, 2.0, torch.nn.Linear(1, 1), 100.0)
+    assert all(map(torch.equal, first, texts))  # each model reads the same rows
+    results = tmp_path / "gpu.json"
+    results.write_text(json.dumps({"curves": [{"case": curves.BLOCK} | row, {"case": curves.DELTA}]}))
+    curves.draw(results, tmp_path / "curves.svg")
+    assert (tmp_path / "curves.svg").read_text().startswith("<?xml")
+
+
+def test_a_model_that_cannot_be_built_says_why_and_a_diverged_one_fails(monkeypatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(curves, "update", lambda *_: nan)
+    rows = list(curves.curves(DRY))
+    assert [row["case"] for row in rows] == list(curves.RATES)
+    assert rows[2]["not_run"] == {curves.DELTA: "gated-deltanet: transformers is not installed"}
+    assert [row["failure"] for row in rows[:2]] == ["AssertionError: the loss of step 0 is nan"] * 2
 
 
 # Tests
