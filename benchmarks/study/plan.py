@@ -11,6 +11,7 @@ from benchmarks.study.mad import Compression, FuzzyRecall, InContextRecall, Memo
 from benchmarks.study.shakespeare import Shakespeare
 from benchmarks.study.tasks import Copying, LongCopying, Recall, Sum, Task
 from benchmarks.study.text import Distant, Doubled, EqualTime, Language, Larger
+from benchmarks.study.tracking import Arithmetic, Brackets, Parity
 from benchmarks.study.variants import VARIANTS, family
 
 GRID_SEED = 0  # of the runs that choose a learning rate, and of no other
@@ -77,6 +78,12 @@ PLAN: list[tuple[Task, list[str]]] = [
     (Distant("distant"), ["softmax-rope", *_BLOCKS, "block-hybrid", "block-erase-elu", "mamba-2"]),
     (Images("images"), ["eq19", "linear", "axial", "axial-before"]),
 ]
+_ROTATION_AND_ERASE = ["block-unrotated", "block-all-rotated", "block-selective-add"]
+_ROTATION_AND_ERASE += [
+    "block-tied-2-unrotated",
+    "block-tied-2-selective-add",
+    "block-feature-tied-2-unrotated",
+]
 _MAD = ["softmax-rope", "eq19", "block", "block-feature", "block-selective-add", "block-hybrid"]
 _MAD += ["block-erase-elu", "gated-deltanet"]
 # Only where they are asked for by name: they take longer than all of the others together.
@@ -84,6 +91,9 @@ _LARGER = ["block-all-rotated", "block", "block-softmax-all-rotated", "mamba-2",
 LONG: list[tuple[Task, list[str]]] = [
     (Larger("language-long"), _LARGER),
     (Doubled("language-long-600"), _LARGER[1:]),
+    (Parity("track-parity"), _ROTATION_AND_ERASE),
+    (Arithmetic("track-arithmetic"), _ROTATION_AND_ERASE),
+    (Brackets("track-brackets"), _ROTATION_AND_ERASE),
     (Shakespeare("shakespeare-64"), ["gpt-2", "block"]),
     (Shakespeare("shakespeare-512", length=512, rows=2, steps=1500), ["gpt-2"]),
     (Shakespeare("shakespeare-512-equal-time", length=512, rows=2, steps=2110), ["block"]),

@@ -66,6 +66,19 @@ TASKS = {
         "The task is to recall the values of 4 keys. The columns give the bytes of source code in between; training "
         "has 8 to 4,096. A model that knows the four values but not their keys gets 0.41.",
     ),
+    "track-parity": (
+        "State tracking: parity",
+        "The sum so far, modulo 2, in rows of 40 bits. `scaled accuracy`: 0 for guessing and 1 for a perfect solver, "
+        "over rows of 40 to 256.",
+    ),
+    "track-arithmetic": (
+        "State tracking: arithmetic without brackets",
+        "The same for the value so far of digits with +, - and * between them, modulo 5.",
+    ),
+    "track-brackets": (
+        "State tracking: arithmetic with brackets",
+        "The same for nested brackets with + or - in each. Training asks for the value of each bracket as well.",
+    ),
     "shakespeare-64": (
         "Tiny Shakespeare, 64 characters",
         "nanoGPT's run on a CPU, in its sizes and steps. `loss`: nats per character of the whole validation part. "
