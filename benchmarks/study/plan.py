@@ -95,7 +95,7 @@ LONG: list[tuple[Task, list[str]]] = [
     (Arithmetic("track-arithmetic"), _ROTATION_AND_ERASE),
     (Brackets("track-brackets"), _ROTATION_AND_ERASE),
     (Shakespeare("shakespeare-64"), ["gpt-2", "block"]),
-    (Shakespeare("shakespeare-512", length=512, rows=2, steps=1500), ["gpt-2"]),
+    (Shakespeare("shakespeare-512", length=512, rows=2, steps=1500), ["gpt-2", "softmax-rope"]),
     (Shakespeare("shakespeare-512-equal-time", length=512, rows=2, steps=2110), ["block"]),
     (Compression("mad-compress"), _MAD),
     (FuzzyRecall("mad-fuzzy-recall"), _MAD),

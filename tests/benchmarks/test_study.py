@@ -241,8 +241,10 @@ LIKE_OTHERS = (
     "track-brackets",
     "shakespeare-512",
     "shakespeare-512-equal-time",
+    "mad-compress",
     "mad-fuzzy-recall",
     "mad-recall",
+    "mad-noisy-recall",
     "mad-copy",
 )
 
