@@ -9,9 +9,11 @@ import json
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.study import report, steps
+from benchmarks.study.published import PUBLISHED
 from docs import cost, families
 from docs import gpu_tables as gpu
 from docs.formats import milliseconds, multiple, newest_first, table, two_digits
@@ -47,6 +49,14 @@ PRICES = {  # models of the study, and what docs/evidence.md calls them
     "gated-deltanet": "Gated DeltaNet (Qwen3-Next's layer)",
     "kimi-linear": "Kimi Delta Attention (Kimi Linear's layer)",
     "minimax": "MiniMax's lightning attention",
+}
+
+READERS = {  # models and tasks of tiny Shakespeare
+    ("gpt-2", "shakespeare-64"): "GPT-2",
+    ("block", "shakespeare-64"): "the default block",
+    ("gpt-2", "shakespeare-512"): "GPT-2, 512 characters",
+    ("softmax-rope", "shakespeare-512"): "softmax attention with RoPE (`softmax-rope`), 512 characters",
+    ("block", "shakespeare-512-equal-time"): "the default block, 512 characters",
 }
 
 
@@ -226,6 +236,19 @@ def price() -> str:
     return table(" | bits per byte | state | time of a step | in plain PyTorch", rows)
 
 
+def shakespeare() -> str:
+    """Nats per character of tiny Shakespeare, and the CPU time in per cent of GPT-2's on rows of that length."""
+    rows = [["nanoGPT, published", f"{PUBLISHED['shakespeare-64']['nanoGPT']}", "2,000", ""]]
+    runs, unit = _study()[0], 1.0
+    for (model, task), words in READERS.items():
+        lines = runs[task][model]
+        seconds = mean(line["cpu_seconds"] for line in lines)
+        unit = seconds if model == "gpt-2" else unit
+        losses = report.spread([line["results"]["loss"] for line in lines])
+        rows.append([words, losses, f"{lines[0]['settings']['steps']:,}", f"{seconds / unit:.0%}"])
+    return table(" | loss | steps | CPU time", rows)
+
+
 def drafts() -> str:
     """Tokens per second of greedy search, and how many times as many with drafts, by model and text."""
     found = {(row["model"], row["text"], row["side"]): row for row in newest("drafts")["rows"]}
@@ -258,7 +281,7 @@ PAGES = {
     "docs/drafts.md": {"drafts": drafts},
     "docs/serving.md": {"hybrids": hybrids},
     "docs/backends.md": {"gpu-runs": gpu.gpu_runs, "gpu-errors": gpu.gpu_errors},
-    "docs/evidence.md": {"price": price},
+    "docs/evidence.md": {"shakespeare": shakespeare, "price": price},
     "README.md": {"families": models_in_short, "study": partial(quality, "#what-it-computes")},
     "docs/index.md": {
         "families": models_in_short,

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.study import lines, peers, steps
 from benchmarks.study.lines import Line
+from benchmarks.study.published import PUBLISHED
 from benchmarks.study.variants import VARIANTS, WORDS, family
 
 Rows = dict[str, list[Line]]  # by model, a line per seed
@@ -81,8 +82,8 @@ TASKS = {
     ),
     "shakespeare-64": (
         "Tiny Shakespeare, 64 characters",
-        "nanoGPT's run on a CPU, in its sizes and steps. `loss`: nats per character of the whole validation part. "
-        "nanoGPT has 1.88, over 20 random batches.",
+        "nanoGPT's run on a CPU, in its sizes and steps. `loss`: nats per character of the whole validation part; "
+        "nanoGPT's is that of 20 random batches.",
     ),
     "shakespeare-512": ("Tiny Shakespeare, 512 characters", "The same with rows of 512."),
     "shakespeare-512-equal-time": (
@@ -181,6 +182,8 @@ def table(task: str, rows: Rows) -> str:
             bounds = [f"{every[0][key][name]:.3f}" if name in every[0][key] else "" for name in names]
             body.append([label, *bounds, "", ""])
     body += [[model, *_figures(row, names), *_costs(row)] for model, row in rows.items()]
+    for who, value in PUBLISHED.get(task, {}).items():
+        body.append([f"{who}, published", f"{value:g}", *[""] * (len(names) + 1)])
     return f"{title}\n\n{_markdown(body)}"
 
 

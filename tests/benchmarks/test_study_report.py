@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.study import lines, plan, plots, report, steps
+from benchmarks.study.published import PUBLISHED
 from benchmarks.study.runner import Run
 from benchmarks.study.tasks import Task
 from benchmarks.study.variants import VARIANTS, WORDS
@@ -59,6 +60,14 @@ def test_a_table_has_means_and_spreads_from_the_lines_alone(tmp_path) -> None:
     assert "| eq19 | 0.667 ± 0.200 | 64 | 0.003 |" in found
     assert "| block-all-rotated | 1 of 2 diverged |" in found
     assert "curve" not in found
+
+
+def test_what_others_published_stands_below_our_models(tmp_path) -> None:
+    task = next(task for task, _ in plan.LONG if task.name == "shakespeare-64")
+    lines.append(tmp_path, made_up(task, "block", 1, {"loss": 1.5}))
+    table = report.page(tmp_path).partition("**shakespeare-64**")[2].splitlines()
+    assert table[-2:] == ["| block | 1.500 | 64 | 0.003 |", "| nanoGPT, published | 1.88 |  |  |"]
+    assert PUBLISHED.keys() < report.TASKS.keys()
 
 
 def test_lines_that_do_not_belong_together_are_refused(tmp_path) -> None:
