@@ -1,6 +1,6 @@
 import re
 
-from benchmarks.study import plan
+from benchmarks.study.tasks import Task
 from linrope.cli import demonstration
 from linrope.models import LanguageModel
 from linrope.models.training import Corpus, checkpoints
@@ -19,7 +19,7 @@ def test_the_demo_shows_two_models_of_one_size_after_the_same_time(run, tmp_path
     assert re.search(r"after \d+ steps; with more --seconds, such as 600, the text gets better", shown)
     assert "with one seed, each at the best of three learning rates" in shown
     assert demonstration.RATES.keys() == {"linear", "softmax"}
-    assert set(demonstration.RATES.values()) <= set(plan.LEARNING_RATES)  # the rule of the study
+    assert set(demonstration.RATES.values()) <= set(Task.learning_rates)  # the rule of the study
     both = (LanguageModel(config).parameters() for config in (demonstration.LINEAR, demonstration.SOFTMAX))
     linear, softmax = (sum(p.numel() for p in parameters) for parameters in both)
     assert abs(linear - softmax) <= 0.01 * linear
