@@ -22,7 +22,8 @@ class Mad(Task):
     vocab_size: int = 16
     length: int = 128
     heads: int = 8
-    steps: int = 2000
+    rows: int = 8
+    steps: int = 4000
     train_rows: int = 12800
     test_rows: int = 1280
 
@@ -168,7 +169,7 @@ class SelectiveCopying(Mad):
     """Symbols with blanks between them, a mark, and then, over blanks, the symbols in their order."""
 
     length: int = 256
-    rows: int = 16
+    rows: int = 4
     copied: int = 16
 
     def make(self, rows: int, generator: torch.Generator, training: bool) -> Batch:
@@ -193,7 +194,7 @@ class Compression(Mad):
     """Symbols and a mark. What the model knows at the mark must tell each of them, by its position."""
 
     length: int = 32
-    rows: int = 128
+    rows: int = 32
 
     def make(self, rows: int, generator: torch.Generator, training: bool) -> Batch:
         inputs = torch.randint(self.vocab_size - 1, (rows, self.length), generator=generator)

@@ -84,7 +84,7 @@ _ROTATION_AND_ERASE += [
     "block-tied-2-selective-add",
     "block-feature-tied-2-unrotated",
 ]
-_MAD = ["softmax-rope", "eq19", "block", "block-feature", "block-selective-add", "block-hybrid"]
+_MAD = ["softmax-rope+init", "eq19+init", "block", "block-feature", "block-selective-add", "block-hybrid"]
 _MAD += ["block-erase-elu", "gated-deltanet"]
 # Only where they are asked for by name: they take longer than all of the others together.
 _LARGER = ["block-all-rotated", "block", "block-softmax-all-rotated", "mamba-2", "gated-deltanet"]
