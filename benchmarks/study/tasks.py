@@ -37,7 +37,7 @@ class Task:
         return self.heads * self.head_dim
 
     @property
-    def longest(self) -> int:
+    def longest_half_life(self) -> int:
         """The longest half-life with which a decay starts."""
         return self.length
 

@@ -34,7 +34,7 @@ class Tracking(Task):
     learning_rates = (1e-3, 3e-3)
 
     @property
-    def longest(self) -> int:
+    def longest_half_life(self) -> int:
         return self.tested[1]
 
     def make(self, rows: int, lengths: tuple[int, int], generator: torch.Generator) -> Batch:

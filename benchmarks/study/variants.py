@@ -16,7 +16,7 @@ from linrope.models import LanguageModel, LanguageModelConfig
 
 Options = dict[str, Any]
 TOLERANCE = 0.01  # of the number of parameters
-LENGTH = "the task's length"  # in its place Task.longest
+LENGTH = "the task's length"  # stands for Task.longest_half_life
 
 # The layer alone with output norm and gate, and GPT-2's initial weights. Variants without "parts" are made of it.
 _BARE: Options = {
@@ -290,7 +290,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def _make(name: str, task: Task, hidden_dim: int) -> Logits:
-    options = _with_length(VARIANTS[name][1], task.longest)
+    options = _with_length(VARIANTS[name][1], task.longest_half_life)
     if isinstance(task, Images):
         layer = {"rope_order" if key == "order" else key: value for key, value in options.items()}
         if layer.pop("positions", "rope") == "none":

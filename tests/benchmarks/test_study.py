@@ -206,6 +206,11 @@ def test_a_bracket_s_end_asks_for_its_value() -> None:
     assert ends > task.rows
 
 
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_half_lives_start_spread_up_to_a_whole_row(task: Task) -> None:
+    assert task.longest_half_life >= task.length
+
+
 def test_images_are_seen_whole_and_show_every_direction() -> None:
     images, labels = Images("images").make(200, 32, torch.Generator().manual_seed(0))
     assert images.shape == (200, 3, 32, 32)
