@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.gpu.machine import Machine, Row, each
 from benchmarks.study import peers
 from benchmarks.study.tasks import Task
-from benchmarks.study.text import bits_of
+from benchmarks.study.text import bits_of, rows_at
 from benchmarks.study.training import WARM_UP, optimizer_of, update
 from benchmarks.study.variants import Logits, check_parameters, fit, num_parameters
 from linrope.models import LanguageModel, LanguageModelConfig
@@ -51,12 +51,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 FULL = Task("curves", length=2048, heads=4, head_dim=128, layers=14, rows=32, test_rows=256)
 SMALL = Task("curves", length=32, heads=1, head_dim=128, layers=1, rows=2, test_rows=2)
-SECONDS = 180.0  # of training, each
+SECONDS = 180.0  # each model trains for so long
 OTHER = 60  # seconds of the step in which nothing is trained: reading, compiling, measuring
 TEXT = 200_000_000  # bytes, at most
 SEED = 0
 POINTS = 6  # measurements on held-out text
-PARTS = 50  # of a curve
+PARTS = 50  # a curve has at most so many points
 
 
 def curves(on: Machine) -> Iterator[Row]:
@@ -84,7 +84,7 @@ def curve_row(on: Machine, corpus: Corpus, name: str) -> Row:
         return {"not_run": {name: why}}
     task = on.sizes(FULL, SMALL)
     model = build(name, task, on.sizes(50_000_000, 500_000)).to(on.device)
-    model.read = torch.autocast(on.device, on.dtype)(model.read)
+    model.autocast = on.dtype
     run = partial(train, on, corpus, task, RATES[name])
     with peers.on_linrope(PEER if name == DELTA else name):
         run(copy.deepcopy(model), on.sizes(2.0, 0.1))
@@ -146,11 +146,6 @@ def train(on: Machine, corpus: Corpus, task: Task, rate: float, model: nn.Module
     figures = {"steps": len(losses), "tokens": seen, "seconds": used, "tokens/s": seen / used}
     figures["held-out bits per byte"] = held_out[-1][2]
     return figures | {"curve": thinned(losses, ends, task.tokens), "held_out": held_out}
-
-
-def rows_at(tokens: Tensor, starts: Tensor, length: int) -> Tensor:
-    """Rows (b, length + 1) of tokens, int64."""
-    return tokens[starts[:, None] + torch.arange(length + 1, device=tokens.device)].long()
 
 
 def schedule(share: float) -> float:

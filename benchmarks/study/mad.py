@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.study.tasks import TEST_SEED, Batch, Task
+from benchmarks.study.tasks import TEST_SEED, Batch, Task, answers
 from linrope.models.training.batch import NO_TARGET
 
 
@@ -28,7 +28,7 @@ class Mad(Task):
     test_rows: int = 1280
 
     learning_rates = (1e-3, 3e-3)
-    bfloat16 = True
+    autocast = torch.bfloat16
 
     def make(self, rows: int, generator: torch.Generator, training: bool) -> Batch:
         """Inputs and targets. A training row may ask for more than a test row."""
@@ -47,19 +47,16 @@ class Mad(Task):
         return inputs[chosen], targets[chosen]
 
     def solved(self, model: nn.Module, step: int) -> bool:
-        """As in MAD, but on rows that are neither trained nor tested on."""
+        """Whether 0.999 of the answers are right, as in MAD, but on rows that serve nothing else."""
         return step % 100 == 0 and self._accuracy(model, 256, 1) >= 0.999
 
     def measure(self, model: nn.Module) -> dict[str, Any]:
         return {"accuracy": self._accuracy(model, self.test_rows, 0)}
 
-    @torch.no_grad()
     def _accuracy(self, model: nn.Module, rows: int, number: int) -> float:
-        device = next(model.parameters()).device
         inputs, targets = self.make(rows, self.generator(TEST_SEED, number), False)
         found = []
-        for some, wanted in zip(inputs.split(128), targets.split(128)):
-            given = torch.cat([model(x.to(device)).argmax(-1).cpu() for x in some.split(32)])
+        for given, wanted in zip(answers(model, inputs).split(128), targets.split(128)):
             asked = wanted != NO_TARGET
             found.append(_accuracy_by_symbol(given[asked], wanted[asked]))
         return sum(found) / len(found)
@@ -229,7 +226,7 @@ class Memorization(Mad):
 
 
 class Decoder(nn.Module):
-    """What the model knows at the last token (b, dim) -> logits (b, n, vocab) by position: MAD's small network."""
+    """MAD's network behind a model: the last token's output (b, dim) -> the logits of all tokens (b, n, vocab)."""
 
     def __init__(self, dim: int, length: int, vocab_size: int) -> None:
         super().__init__()

@@ -113,8 +113,8 @@ def make(
     peer = PEERS[name]
     options = {"vocab_size": task.vocab_size, "hidden_size": task.dim} | peer.options(task, size)
     config = getattr(transformers, f"{peer.name}Config")(**options, use_cache=False)
-    model = getattr(transformers, f"{peer.name}{'LMHeadModel' if name == 'gpt-2' else 'ForCausalLM'}")(config)
-    return model, {"class": f"transformers.{peer.name}ForCausalLM"} | options, _logits
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return model, {"class": f"transformers.{type(model).__name__}"} | options, _logits
 
 
 def on_linrope(name: str) -> AbstractContextManager[Any]:
@@ -139,7 +139,7 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def last_output(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Of the last token, behind the last norm."""
+    """The last token's output (b, dim) of the model's last norm."""
     out: Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
     return out
 

@@ -1,4 +1,4 @@
-"""What others published on the study's tasks, as a share or in nats. Their sizes and steps are not the study's."""
+"""Results that others published on the study's tasks: shares of 1, or nats. They used other sizes and more steps."""
 
 _MAMBA3 = (
     "Mamba-3 without rotation",

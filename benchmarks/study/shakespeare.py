@@ -1,6 +1,7 @@
 """nanoGPT's small run on a CPU: the characters of tiny Shakespeare, which the user has on disk."""
 
 import hashlib
+import math
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from benchmarks.study.tasks import Batch, Task
+from benchmarks.study.text import bits_by_frequency, bits_of, rows_at
 
 VARIABLE = "TINY_SHAKESPEARE"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -53,26 +54,16 @@ class Shakespeare(Task):
 
     def batch(self, seed: int, step: int) -> Batch:
         text, _ = characters()
-        starts = torch.randint(len(text) - self.length, (self.rows, 1), generator=self.generator(seed, step))
-        rows = text[starts + torch.arange(self.length + 1)]
+        starts = torch.randint(len(text) - self.length, (self.rows,), generator=self.generator(seed, step))
+        rows = rows_at(text, starts, self.length)
         return rows[:, :-1], rows[:, 1:]
 
-    @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, Any]:
-        _, text = characters()
-        device = next(model.parameters()).device
-        windows = text[: (len(text) - 1) // self.length * self.length + 1].to(device)
-        inputs, targets = (x.view(-1, self.length) for x in (windows[:-1], windows[1:]))
-        losses = [
-            F.cross_entropy(model(x).float().flatten(0, 1), y.flatten(), reduction="sum").item()
-            for x, y in zip(inputs.split(32), targets.split(32))
-        ]
-        return {"loss": sum(losses) / targets.numel()}
+        windows = characters()[1].unfold(0, self.length + 1, self.length)
+        return {"loss": bits_of(model, windows).mean().item() * math.log(2)}
 
     def floor(self) -> dict[str, float]:
-        """The loss of a model that knows how often each character occurs, and nothing else."""
-        train, validation = (x.bincount(minlength=self.vocab_size).double() for x in characters())
-        return {"loss": -(validation / validation.sum() * (train / train.sum()).log()).sum().item()}
+        return {"loss": bits_by_frequency(*characters(), self.vocab_size) * math.log(2)}
 
     def ceiling(self) -> dict[str, float]:
         return {}

@@ -1,7 +1,7 @@
 """What a task is, and the tasks on made-up tokens: recall, copying, counting modulo a number."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ class Task:
 
     name: str
     vocab_size: int = 256
-    length: int = 256  # of a training row
+    length: int = 256  # tokens of a training row
     heads: int = 4
     head_dim: int = 16
     layers: int = 2
@@ -30,7 +30,7 @@ class Task:
 
     # No fields, which would be part of the settings by which runs are known
     learning_rates = (1e-3, 3e-3, 1e-2)
-    bfloat16 = False  # whether models run under autocast
+    autocast: ClassVar[torch.dtype | None] = None  # the dtype in which models run
 
     @property
     def dim(self) -> int:
@@ -43,7 +43,7 @@ class Task:
 
     @property
     def hidden_dim(self) -> int:
-        """Of softmax-rope's feed-forward networks: it sets the number of parameters of all models."""
+        """The width of softmax-rope's feed-forward networks. All models get as many parameters as softmax-rope has."""
         return 3 * self.dim
 
     @property
@@ -94,14 +94,16 @@ class Task:
 
 
 @torch.no_grad()
-def answers_right(model: nn.Module, batch: Batch, rows: int = 32) -> Tensor:
-    """1.0 or 0.0 where something is asked, NaN elsewhere, (b, n) float32."""
+def answers(model: nn.Module, inputs: Tensor, rows: int = 32) -> Tensor:
+    """The likeliest tokens (b, n), on the CPU."""
     device = next(model.parameters()).device
-    parts = []
-    for inputs, targets in zip(batch[0].split(rows), batch[1].split(rows)):
-        right = model(inputs.to(device)).argmax(-1).cpu() == targets
-        parts.append(right.float().masked_fill(targets == NO_TARGET, torch.nan))
-    return torch.cat(parts)
+    return torch.cat([model(part.to(device)).argmax(-1).cpu() for part in inputs.split(rows)])
+
+
+def answers_right(model: nn.Module, batch: Batch) -> Tensor:
+    """1.0 or 0.0 where something is asked, NaN elsewhere, (b, n) float32."""
+    inputs, targets = batch
+    return (answers(model, inputs) == targets).float().masked_fill(targets == NO_TARGET, torch.nan)
 
 
 def share_right(model: nn.Module, batch: Batch) -> float:

@@ -39,7 +39,7 @@ class Language(Task):
     def batch(self, seed: int, step: int) -> Batch:
         text = corpus().train
         starts = row_starts(text, step * self.rows, self.rows, self.length, seed)
-        tokens = text.tokens[starts[:, None] + torch.arange(self.length + 1)].long()
+        tokens = rows_at(text.tokens, starts, self.length)
         return tokens[:, :-1], tokens[:, 1:]
 
     def measure(self, model: nn.Module) -> dict[str, Any]:
@@ -57,13 +57,7 @@ class Language(Task):
         return found
 
     def floor(self) -> dict[str, float]:
-        """The loss of a model that knows how often each byte occurs, and nothing else."""
-        train, held_out = (
-            part.tokens.long().bincount(minlength=256).double()
-            for part in (corpus().train, corpus().held_out)
-        )
-        train = (train + 1) / (train + 1).sum()
-        return {"bits": -(held_out / held_out.sum() * train.log2()).sum().item()}
+        return {"bits": bits_by_frequency(corpus().train.tokens, corpus().held_out.tokens, self.vocab_size)}
 
     def ceiling(self) -> dict[str, float]:
         return {}  # the entropy of this text is unknown
@@ -103,6 +97,18 @@ class Doubled(Larger):
         return self.shortened(Larger("language-long"))
 
 
+def rows_at(tokens: Tensor, starts: Tensor, length: int) -> Tensor:
+    """The rows (b, length + 1) that begin at starts (b,), int64."""
+    return tokens[starts[:, None] + torch.arange(length + 1, device=tokens.device)].long()
+
+
+def bits_by_frequency(train: Tensor, held_out: Tensor, vocab_size: int) -> float:
+    """Bits per token of held_out for a model that knows how often each token occurs in train, and nothing else."""
+    known, asked = (tokens.long().bincount(minlength=vocab_size).double() for tokens in (train, held_out))
+    known = (known + 1) / (known + 1).sum()
+    return -(asked / asked.sum() * known.log2()).sum().item()
+
+
 def _doublings(last: int) -> list[int]:
     return [2**i for i in range(1, last.bit_length())]
 
@@ -115,7 +121,7 @@ def _inside_documents(text: Text, rows: int, length: int) -> Tensor:
         for i in range((size - 1) // length)
     ]
     chosen = torch.tensor(starts)[torch.linspace(0, len(starts) - 1, min(rows, len(starts))).long()]
-    return text.tokens[chosen[:, None] + torch.arange(length + 1)].long()
+    return rows_at(text.tokens, chosen, length)
 
 
 @torch.no_grad()

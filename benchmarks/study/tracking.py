@@ -122,7 +122,7 @@ class Brackets(Tracking):
 
 
 def _expression(length: int, random: Random, tokens: list[int], answers: dict[int, int]) -> int:
-    """Appends an expression of so many tokens, and the values at its brackets' ends. Returns its own value."""
+    """Appends an expression of ``length`` tokens to tokens and its brackets' values to answers. Returns its value."""
     bracket = length > 2
     tokens += [OPEN] * bracket
     if length < 5:  # a digit, also with a sign, also in brackets

@@ -218,21 +218,18 @@ WORDS: dict[str, str] = {
 
 
 class Logits(nn.Module):
-    """A model of which nothing but the logits is wanted; with a decoder, what that makes of the last token's output."""
+    """A model of which nothing but the logits is wanted. A decoder makes them of the last token's output."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        read: Callable[[nn.Module, Tensor], Tensor],
-        decoder: nn.Module | None = None,
+        self, model: nn.Module, options: Options, read: Callable[[nn.Module, Tensor], Tensor]
     ) -> None:
         super().__init__()
-        self.model, self.options, self.read, self.decoder = model, options, read, decoder
-        self.bfloat16 = False  # under autocast
+        self.model, self.options, self.read = model, options, read
+        self.decoder: nn.Module | None = None
+        self.autocast: torch.dtype | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bfloat16):
+        with torch.autocast(inputs.device.type, self.autocast, enabled=self.autocast is not None):
             out = self.read(self.model, inputs).float()
         return out if self.decoder is None else self.decoder(out)
 
@@ -258,7 +255,7 @@ def build(name: str, task: Task, seed: int = 0) -> Logits:
     torch.manual_seed(seed)
     model = make(size)
     check_parameters(name, num_parameters(model), target)
-    model.bfloat16 = task.bfloat16
+    model.autocast = task.autocast
     if isinstance(task, Compression):
         model.decoder = Decoder(task.dim, task.length, task.vocab_size)
         model.read = peers.last_output if name in peers.PEERS else _last_output
@@ -357,7 +354,7 @@ def _first(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def _last_output(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Of the last token, behind the last norm."""
+    """The last token's output (b, dim) of the model's last norm."""
     found: list[Tensor] = []
     hook = model.norm.register_forward_hook(lambda module, inputs, output: found.append(output))
     model(tokens, return_states=False, logits_to_keep=1)

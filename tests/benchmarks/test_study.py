@@ -99,7 +99,7 @@ def learned_by_heart(inputs: Tensor) -> Tensor:
 
 
 def look_up_words(inputs: Tensor) -> Tensor:
-    """What followed the last key, three symbols under 7, and the part of its value that is there so far."""
+    """What came next when the last key, three symbols under 7, and its value so far stood there before."""
     found = inputs.clone()
     for row, guess in zip(inputs.tolist(), found):
         for at in range(3, len(row)):
@@ -111,7 +111,7 @@ def look_up_words(inputs: Tensor) -> Tensor:
 
 
 def evaluate(signs: str, inputs: Tensor) -> Tensor:
-    """What Python makes of the tokens up to each one, modulo 5, where it can read them; the digits are 0 to 4."""
+    """The value modulo 5 of the row up to each token, by Python's eval; 0 where that is no expression."""
     found = torch.zeros_like(inputs)
     for row, values in zip(inputs.tolist(), found):
         text = "".join(f"{('01234' + signs)[x]}" for x in row)
