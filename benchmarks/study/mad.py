@@ -28,7 +28,6 @@ class Mad(Task):
     test_rows: int = 1280
 
     learning_rates = (1e-3, 3e-3)
-    autocast = torch.bfloat16
 
     def make(self, rows: int, generator: torch.Generator, training: bool) -> Batch:
         """Inputs and targets. A training row may ask for more than a test row."""
@@ -48,7 +47,7 @@ class Mad(Task):
 
     def solved(self, model: nn.Module, step: int) -> bool:
         """Whether 0.999 of the answers are right, as in MAD, but on rows that serve nothing else."""
-        return step % 100 == 0 and self._accuracy(model, 256, 1) >= 0.999
+        return step % 200 == 0 and self._accuracy(model, 256, 1) >= 0.999
 
     def measure(self, model: nn.Module) -> dict[str, Any]:
         return {"accuracy": self._accuracy(model, self.test_rows, 0)}
@@ -192,6 +191,7 @@ class Compression(Mad):
 
     length: int = 32
     rows: int = 32
+    steps: int = 2000
 
     def make(self, rows: int, generator: torch.Generator, training: bool) -> Batch:
         inputs = torch.randint(self.vocab_size - 1, (rows, self.length), generator=generator)

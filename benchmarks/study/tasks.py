@@ -1,7 +1,7 @@
 """What a task is, and the tasks on made-up tokens: recall, copying, counting modulo a number."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,8 @@ class Task:
     rows: int = 32  # of a batch
     test_rows: int = 128
 
-    # No fields, which would be part of the settings by which runs are known
+    # No field, which would be part of the settings by which runs are known
     learning_rates = (1e-3, 3e-3, 1e-2)
-    autocast: ClassVar[torch.dtype | None] = None  # the dtype in which models run
 
     @property
     def dim(self) -> int:

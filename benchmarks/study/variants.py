@@ -226,11 +226,9 @@ class Logits(nn.Module):
         super().__init__()
         self.model, self.options, self.read = model, options, read
         self.decoder: nn.Module | None = None
-        self.autocast: torch.dtype | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        with torch.autocast(inputs.device.type, self.autocast, enabled=self.autocast is not None):
-            out = self.read(self.model, inputs).float()
+        out = self.read(self.model, inputs)
         return out if self.decoder is None else self.decoder(out)
 
 
@@ -255,7 +253,6 @@ def build(name: str, task: Task, seed: int = 0) -> Logits:
     torch.manual_seed(seed)
     model = make(size)
     check_parameters(name, num_parameters(model), target)
-    model.autocast = task.autocast
     if isinstance(task, Compression):
         model.decoder = Decoder(task.dim, task.length, task.vocab_size)
         model.read = peers.last_output if name in peers.PEERS else _last_output
