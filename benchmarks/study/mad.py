@@ -29,6 +29,9 @@ class Mad(Task):
 
     learning_rates = (1e-3, 3e-3)
 
+    def rate_task(self) -> Task:
+        return self.shortened(FuzzyRecall("mad-fuzzy-recall"))
+
     def make(self, rows: int, generator: torch.Generator, training: bool) -> Batch:
         """Inputs and targets. A training row may ask for more than a test row."""
         raise NotImplementedError
@@ -119,6 +122,7 @@ class InContextRecall(Mad):
 class FuzzyRecall(Mad):
     """The same with keys and values of one to ``longest`` symbols; a test has the longest keys only."""
 
+    rows: int = 4
     longest: int = 3
 
     def make(self, rows: int, generator: torch.Generator, training: bool) -> Batch:

@@ -59,12 +59,13 @@ def is_done(run: Run, found: Sequence[Line]) -> bool:
 
 
 def grid(selected: Sequence[tuple[Task, list[str]]]) -> list[Run]:
-    return [
+    runs = [
         Run(task.rate_task(), model, plan.GRID_SEED, rate, "grid")
         for task, names in selected
         for model in plan.representatives(task, names).values()
         for rate in task.learning_rates
     ]
+    return list(dict.fromkeys(runs))  # tasks may share one that chooses their rates
 
 
 def best_rate(task: Task, model: str, found: Sequence[Line]) -> float:
