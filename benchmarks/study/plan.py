@@ -79,11 +79,7 @@ PLAN: list[tuple[Task, list[str]]] = [
     (Images("images"), ["eq19", "linear", "axial", "axial-before"]),
 ]
 _ROTATION_AND_ERASE = ["block-unrotated", "block-all-rotated", "block-selective-add"]
-_ROTATION_AND_ERASE += [
-    "block-tied-2-unrotated",
-    "block-tied-2-selective-add",
-    "block-feature-tied-2-unrotated",
-]
+_ROTATION_AND_ERASE += ["block-tied-2-unrotated", "block-tied-2-selective-add"]
 _MAD = ["softmax-rope+init", "eq19+init", "block", "block-feature", "block-selective-add", "block-hybrid"]
 _MAD += ["block-erase-elu", "gated-deltanet"]
 # Only where they are asked for by name: they take longer than all of the others together.

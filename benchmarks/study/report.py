@@ -69,8 +69,8 @@ TASKS = {
     ),
     "track-parity": (
         "State tracking: parity",
-        "The sum so far, modulo 2, in rows of 40 bits. `scaled accuracy`: 0 for guessing and 1 for a perfect solver, "
-        "over rows of 40 to 256.",
+        "The sum so far, modulo 2. Rows grow from 8 to 160 bits during training. `scaled accuracy`: 0 for guessing and "
+        "1 for a perfect solver, over 40 to 256 bits. `beyond training`: the same over 161 to 256.",
     ),
     "track-arithmetic": (
         "State tracking: arithmetic without brackets",
@@ -78,7 +78,7 @@ TASKS = {
     ),
     "track-brackets": (
         "State tracking: arithmetic with brackets",
-        "The same for nested brackets with + or - in each. Training asks for the value of each bracket as well.",
+        "The same for nested brackets with + or - in each, in models of three layers.",
     ),
     "shakespeare-64": (
         "Tiny Shakespeare, 64 characters",

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.study.tasks import TEST_SEED, Batch, Task, answers_right
 from linrope.models.training.batch import NO_TARGET
@@ -19,19 +19,25 @@ OPEN, CLOSE, EQUALS = 7, 8, 9  # brackets know no products
 
 @dataclass(frozen=True)
 class Tracking(Task):
-    """The value of the tokens so far, modulo a number. Rows of at most ``length`` tokens train.
+    """The value of the tokens so far, modulo a number.
 
+    Training rows grow from ``length`` to ``longest`` tokens, and batches keep their number of tokens.
     "scaled accuracy": 0 for guessing and 1 for a perfect solver, on the values of ``tested`` tokens.
+    "beyond training": the same on the values of more than ``longest`` tokens.
     """
 
     modulus: int = 2
-    length: int = 40
-    rows: int = 8
-    steps: int = 20_000
+    length: int = 8
+    longest: int = 160
+    rows: int = 40
+    steps: int = 12_000
     test_rows: int = 256
     tested: tuple[int, int] = (40, 256)
 
     learning_rates = (1e-3, 3e-3)
+
+    def rate_task(self) -> Task:
+        return self.shortened(Arithmetic("track-arithmetic"))
 
     @property
     def longest_half_life(self) -> int:
@@ -41,24 +47,25 @@ class Tracking(Task):
         """Rows as long as the second of lengths; where a row has an end of its own, at least as long as the first."""
         raise NotImplementedError
 
-    def counts(self, inputs: Tensor) -> Tensor:
-        """Which answers of test rows count."""
-        return torch.arange(inputs.shape[1]) >= self.tested[0] - 1
-
     def batch(self, seed: int, step: int) -> Batch:
-        return self.make(self.rows, (3, self.length), self.generator(seed, step))
+        grown = min(1.0, step / (0.9 * self.steps))
+        length = int(self.length * (self.longest / self.length) ** grown)
+        return self.make(max(1, self.tokens // length), (3, length), self.generator(seed, step))
+
+    def test_batch(self) -> Batch:
+        return self.make(self.test_rows, self.tested, self.generator(TEST_SEED, 0))
 
     def measure(self, model: nn.Module) -> dict[str, Any]:
-        inputs, targets = self.make(self.test_rows, self.tested, self.generator(TEST_SEED, 0))
-        targets = targets.masked_fill(~self.counts(inputs), NO_TARGET)
-        accuracy = answers_right(model, (inputs, targets)).nanmean().item()
-        return {"scaled accuracy": (self.modulus * accuracy - 1) / (self.modulus - 1)}
+        right = answers_right(model, self.test_batch())
+        tokens = {"scaled accuracy": self.tested[0], "beyond training": self.longest + 1}
+        shares = {name: right[:, least - 1 :].nanmean().item() for name, least in tokens.items()}
+        return {name: (self.modulus * share - 1) / (self.modulus - 1) for name, share in shares.items()}
 
     def floor(self) -> dict[str, float]:
-        return {"scaled accuracy": 0.0}
+        return {"scaled accuracy": 0.0, "beyond training": 0.0}
 
     def ceiling(self) -> dict[str, float]:
-        return {"scaled accuracy": 1.0}
+        return {"scaled accuracy": 1.0, "beyond training": 1.0}
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Parity(Tracking):
     """After each bit the sum of all so far, modulo 2."""
 
     vocab_size: int = 2
-    steps: int = 5000
+    steps: int = 3000
 
     def make(self, rows: int, lengths: tuple[int, int], generator: torch.Generator) -> Batch:
         bits = torch.randint(2, (rows, lengths[1]), generator=generator)
@@ -97,47 +104,46 @@ class Arithmetic(Tracking):
 
 @dataclass(frozen=True)
 class Brackets(Tracking):
-    """An expression of nested brackets with + or - in each, modulo 5. At "=" its value, at ")" that of the bracket.
+    """An expression of nested brackets with + or - in each. After each token the value so far, modulo 5.
 
-    Only the answer at "=" counts in a test. The rest of the row repeats "=".
+    A test asks at "=" alone. The rest of the row repeats it.
     """
 
     vocab_size: int = 10
+    layers: int = 3
+    steps: int = 8000
     modulus: int = 5
 
-    def counts(self, inputs: Tensor) -> Tensor:
-        return inputs == EQUALS
+    def test_batch(self) -> Batch:
+        inputs, targets = super().test_batch()
+        return inputs, targets.masked_fill(inputs != EQUALS, NO_TARGET)
 
     def make(self, rows: int, lengths: tuple[int, int], generator: torch.Generator) -> Batch:
         random = Random(int(torch.randint(2**62, (), generator=generator)))
         inputs = torch.full((rows, lengths[1]), EQUALS)
         targets = torch.full_like(inputs, NO_TARGET)
         for row_inputs, row_targets in zip(inputs, targets):
-            tokens, answers = list[int](), dict[int, int]()
-            value = _expression(random.randint(*lengths) - 1, random, tokens, answers)
-            answers[len(tokens)] = value
-            row_inputs[: len(tokens)] = torch.tensor(tokens)
-            row_targets[list(answers)] = torch.tensor(list(answers.values()))
+            row = [
+                (token, value % 5) for token, value in _expression(random.randint(*lengths) - 1, 1, 0, random)
+            ]
+            row.append((EQUALS, row[-1][1]))
+            row_inputs[: len(row)], row_targets[: len(row)] = torch.tensor(row).T
         return inputs, targets
 
 
-def _expression(length: int, random: Random, tokens: list[int], answers: dict[int, int]) -> int:
-    """Appends an expression of ``length`` tokens to tokens and its brackets' values to answers. Returns its value."""
-    bracket = length > 2
-    tokens += [OPEN] * bracket
-    if length < 5:  # a digit, also with a sign, also in brackets
-        negative, digit = length % 2 == 0, random.randrange(5)
-        tokens += [MINUS] * negative + [digit]
-        value = -digit if negative else digit
+def _expression(length: int, sign: int, before: int, random: Random) -> list[tuple[int, int]]:
+    """An expression of ``length`` tokens, each with the value so far: ``before`` and sign times the expression's."""
+    if length == 1:
+        digit = random.randrange(5)
+        return [(digit, before + sign * digit)]
+    if length == 2:
+        return [(MINUS, before), *_expression(1, -sign, before, random)]
+    if length < 5:
+        inner = _expression(length - 2, sign, before, random)
     else:
         left = random.randrange(1, length - 3)
-        value = _expression(left, random, tokens, answers)
-        sign = random.choice((PLUS, MINUS))
-        tokens.append(sign)
-        right = _expression(length - left - 3, random, tokens, answers)
-        value += right if sign == PLUS else -right
-    value %= 5
-    if bracket:
-        answers[len(tokens)] = value
-        tokens.append(CLOSE)
-    return value
+        inner = _expression(left, sign, before, random)
+        value, operator = inner[-1][1], random.choice((PLUS, MINUS))
+        right = _expression(length - left - 3, sign if operator == PLUS else -sign, value, random)
+        inner += [(operator, value), *right]
+    return [(OPEN, before), *inner, (CLOSE, inner[-1][1])]

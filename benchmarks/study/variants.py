@@ -128,7 +128,6 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "block-tied-2-unrotated": ("block-erase", _TIED_2 | _UNROTATED),
     "block-tied-2-selective-add": ("block-erase", _TIED_2 | _ADD),
     "block-feature-tied-2": ("block-erase", _TIED_2 | _PER_FEATURE),
-    "block-feature-tied-2-unrotated": ("block-erase", _TIED_2 | _PER_FEATURE | _UNROTATED),
     "block-mixers": ("block-mixers", _BLOCK | _QUARTER | {"mixers": True}),
     "block-mixers-all-rotated": ("block-mixers", _BLOCK | {"mixers": True}),
     "block-softmax": ("block-softmax", _SOFTMAX_BLOCK | _QUARTER),
@@ -201,7 +200,6 @@ WORDS: dict[str, str] = {
     "block-tied-2-unrotated": "`block-tied-2`, no feature rotated",
     "block-tied-2-selective-add": "`block-tied-2` with selective rotation of all features, `bound=\"add\"`",
     "block-feature-tied-2": "`block-tied-2` with a forget gate per feature: Kimi Delta Attention's rule",
-    "block-feature-tied-2-unrotated": "`block-feature-tied-2`, no feature rotated",
     "block-mixers": "the default block without feed-forward networks: twice the layers, one query and key for "
     "all heads, three times the state",
     "block-mixers-all-rotated": "`block-mixers`, all features rotated",

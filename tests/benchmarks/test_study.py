@@ -139,8 +139,8 @@ def evaluate(signs: str, inputs: Tensor) -> Tensor:
         (SelectiveCopying("mad-copy"), selected),
         (Memorization("mad-memorize"), learned_by_heart),
         (Parity("track-parity", test_rows=9), lambda inputs: inputs.cumsum(1)),
-        (Arithmetic("track-arithmetic", test_rows=3, tested=(40, 60)), partial(evaluate, "+-*")),
-        (Brackets("track-brackets", test_rows=40, tested=(40, 60)), partial(evaluate, "+-()=")),
+        (Arithmetic("track-arithmetic", longest=50, test_rows=3, tested=(40, 60)), partial(evaluate, "+-*")),
+        (Brackets("track-brackets", longest=50, test_rows=40, tested=(40, 60)), partial(evaluate, "+-()=")),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
@@ -191,19 +191,19 @@ def test_the_loss_of_shakespeare_is_that_of_the_whole_validation_part(monkeypatc
             task.batch(0, 0)
 
 
-def test_a_bracket_s_end_asks_for_its_value() -> None:
+def test_training_asks_for_the_value_of_an_expression_so_far() -> None:
     task = TASKS["track-brackets"]
-    ends = 0
-    for row, targets in zip(*task.batch(0, 0)):
-        text = "".join("01234+-()="[x] for x in row)
-        opened: list[int] = []
-        for at, sign in enumerate(text):
-            if sign == "(":
-                opened.append(at)
-            elif sign == ")":
-                assert targets[at] == eval(text[opened.pop() : at + 1]) % 5
-                ends += 1
-    assert ends > task.rows
+    for row, targets in zip(*task.batch(0, task.steps - 1)):
+        text = "".join("01234+-()="[x] for x in row[targets != NO_TARGET])
+        for at, target in enumerate(targets[: len(text)]):
+            begun = text[: at + 1].rstrip("=").rstrip("+-(")
+            closed = begun + ")" * (begun.count("(") - begun.count(")"))
+            assert target == eval(closed or "0") % 5
+
+
+def test_rows_grow_while_state_tracking_is_trained() -> None:
+    task = TASKS["track-parity"]
+    assert [task.batch(0, step)[0].shape for step in (0, task.steps - 1)] == [(40, 8), (2, 160)]
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
