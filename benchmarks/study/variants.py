@@ -224,9 +224,11 @@ class Logits(nn.Module):
         super().__init__()
         self.model, self.options, self.read = model, options, read
         self.decoder: nn.Module | None = None
+        self.autocast: torch.dtype | None = None  # the dtype in which the model runs
 
     def forward(self, inputs: Tensor) -> Tensor:
-        out = self.read(self.model, inputs)
+        with torch.autocast(inputs.device.type, self.autocast, enabled=self.autocast is not None):
+            out = self.read(self.model, inputs).float()
         return out if self.decoder is None else self.decoder(out)
 
 
