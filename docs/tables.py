@@ -58,6 +58,18 @@ READERS = {  # models and tasks of tiny Shakespeare
     ("softmax-rope", "shakespeare-512"): "softmax attention with RoPE (`softmax-rope`), 512 characters",
     ("block", "shakespeare-512-equal-time"): "the default block, 512 characters",
 }
+TRACKING = {  # tasks, and what docs/evidence.md calls them
+    "track-parity": "parity",
+    "track-arithmetic": "arithmetic",
+    "track-brackets": "with brackets",
+}
+TRACKING_MODELS = {
+    "block-unrotated": "the block without rotation",
+    "block-all-rotated": "fixed rotation",
+    "block-selective-add": "selective rotation",
+    "block-tied-2-unrotated": "erase up to 2, no rotation",
+    "block-tied-2-selective-add": "erase up to 2 and selective rotation",
+}
 
 
 def newest(name: str, folder: str = ".") -> Any:
@@ -249,6 +261,17 @@ def shakespeare() -> str:
     return table(" | loss | steps | CPU time", rows)
 
 
+def beside_published(tasks: dict[str, str], models: dict[str, str]) -> str:
+    """The first result of each task: ours, then what others published."""
+    runs, rows = _study()[0], []
+    for model, words in models.items():
+        values = [[next(iter(line["results"].values())) for line in runs[task][model]] for task in tasks]
+        rows.append([f"{words} (`{model}`)", *map(report.spread, values)])
+    for who in PUBLISHED[next(iter(tasks))]:
+        rows.append([f"{who}, published", *(f"{PUBLISHED[task][who]:.3f}" for task in tasks)])
+    return table(" | ".join(["", *tasks.values()]), rows)
+
+
 def drafts() -> str:
     """Tokens per second of greedy search, and how many times as many with drafts, by model and text."""
     found = {(row["model"], row["text"], row["side"]): row for row in newest("drafts")["rows"]}
@@ -281,7 +304,11 @@ PAGES = {
     "docs/drafts.md": {"drafts": drafts},
     "docs/serving.md": {"hybrids": hybrids},
     "docs/backends.md": {"gpu-runs": gpu.gpu_runs, "gpu-errors": gpu.gpu_errors},
-    "docs/evidence.md": {"shakespeare": shakespeare, "price": price},
+    "docs/evidence.md": {
+        "shakespeare": shakespeare,
+        "price": price,
+        "tracking": partial(beside_published, TRACKING, TRACKING_MODELS),
+    },
     "README.md": {"families": models_in_short, "study": partial(quality, "#what-it-computes")},
     "docs/index.md": {
         "families": models_in_short,

@@ -9,7 +9,7 @@ from benchmarks.study import peers
 from benchmarks.study.images import Images
 from benchmarks.study.mad import Compression, FuzzyRecall, InContextRecall, Memorization, SelectiveCopying
 from benchmarks.study.shakespeare import Shakespeare
-from benchmarks.study.tasks import Copying, LongCopying, Recall, Sum, Task
+from benchmarks.study.tasks import Copying, LongCopying, Recall, Task
 from benchmarks.study.text import Distant, Doubled, EqualTime, Language, Larger
 from benchmarks.study.tracking import Arithmetic, Brackets, Parity
 from benchmarks.study.variants import VARIANTS, family
@@ -25,9 +25,6 @@ _CHANGES = ["block-identity", "block-bias", "block-trapezoid", "block-bias-trape
 _CHANGES += ["block-no-conv", "block-no-skip", "block-bias-trapezoid-no-conv"]
 _DELTA = ["block-erase", "block-erase-elu", "block-erase-elu-half", "block-erase-2-elu"]
 _KIMI = ["block-kimi", "block-kimi-large"]
-_TRACK = ["block-erase-2-elu", "block-erase-2-elu-half", "block-erase-2-elu-unrotated"]
-_TRACK += ["block-erase-2", "block-erase-2-half", "block-erase-2-unrotated"]
-_TRACK += ["block-erase", "block-tied-2", "block-feature-tied-2", "block-feature-erase-2"]
 _HYBRIDS = ["block-hybrid", "block-hybrid-first"]
 _DELTA_PEERS = ["gated-deltanet", "kimi-linear"]
 
@@ -53,20 +50,6 @@ PLAN: list[tuple[Task, list[str]]] = [
         ],
     ),
     (Recall("recall-1024"), ["softmax-rope", "gate-rope", *_PARTS, *_BLOCKS, "eq19+init"]),
-    (
-        Sum("parity", vocab_size=2, modulus=2),
-        [
-            *("softmax-rope", "block-all-rotated", "block", "block-unrotated", "block-selective-add"),
-            *("block-feature", "block-hybrid", *_TRACK, *_DELTA_PEERS),
-        ],
-    ),
-    (
-        Sum("modulo-3", vocab_size=3, modulus=3),
-        [
-            *("softmax-rope", "block-all-rotated", "block", "block-selective-add"),
-            *("block-feature", "block-hybrid", *_TRACK, *_DELTA_PEERS),
-        ],
-    ),
     (
         Copying("copying"),
         [

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from benchmarks.study import steps
 from benchmarks.study.report import DEFAULT, Rows, counted
-from linrope.cli.charts import BLUE, GREY, LINROPE, PINK, PURPLE, SOFTMAX, YELLOW, charts, legend_below, save
+from linrope.cli.charts import GREY, LINROPE, PINK, SOFTMAX, YELLOW, charts, legend_below, save
 
 # What the charts call the models, and their colours. Bars and points have the colours of KINDS alone.
 MODELS: dict[str, tuple[str, str]] = {
@@ -20,9 +20,7 @@ MODELS: dict[str, tuple[str, str]] = {
     "block-unrotated": ("default block, none rotated", LINROPE),
     "block-mixers": ("default block, no feed-forward", LINROPE),
     "block-feature": ("with a gate per feature", LINROPE),
-    "block-selective-add": ("with selective rotation", PURPLE),
     "block-erase-elu": ("with erase", LINROPE),
-    "block-erase-2-elu": ("with erase up to 2", BLUE),
     "block-hybrid": ("last layer softmax", YELLOW),
     "block-softmax": ("softmax in the block", SOFTMAX),
     "block-softmax-all-rotated": ("softmax in the block, all rotated", SOFTMAX),
@@ -49,7 +47,6 @@ PRICE = [
 ]
 PRICE += ["mamba-2", "gated-deltanet", "kimi-linear", "minimax"]
 POSITIONS = ["softmax-rope", "eq19", "block-softmax-all-rotated", "mamba-2", DEFAULT]
-TRACKING = [DEFAULT, "block-selective-add", "block-erase-2-elu", "kimi-linear"]
 LOOK_UP = [
     DEFAULT,
     "block-all-rotated",
@@ -75,9 +72,6 @@ def plots(folder: Path, out: Path) -> list[Path]:
         drawn.append(_draw(out / "price.svg", 2, partial(_price, found, times), (11.5, 6)))
     if "language" in found:
         drawn.append(_draw(out / "positions.svg", 1, partial(_positions, found["language"]), (11, 5.2)))
-    sums: dict[str, Rows] = {task: found[task] for task in ("parity", "modulo-3") if task in found}
-    if sums:
-        drawn.append(_draw(out / "sums.svg", len(sums), partial(_sums, sums), (1 + 5 * len(sums), 5.2)))
     panels = [panel for panel in _LOOK_UP_PANELS if panel[0] in found]
     if panels:
         draw = partial(_look_up, found, panels)
@@ -172,26 +166,6 @@ def _positions(rows: Rows, axes: Any) -> None:
     axes[0].set(xlim=(0.3, 7.7), ylim=min(at, 0.0) - 0.1)
     axes[0].set(xlabel="position / trained length", ylabel="change in bits per byte\nfrom the longer context")
     axes[0].grid()
-
-
-def _sums(sums: dict[str, Rows], panels: Any) -> None:
-    """The share of right answers by length, a panel per modulus."""
-    for axes, (task, rows) in zip(panels, sums.items()):
-        for i, model in enumerate(TRACKING):
-            if not (found := _results(rows, model)):
-                continue
-            name, color = MODELS[model]
-            lengths = list(found[0])
-            values, low, high = zip(*(_spread([x[length] for x in found]) for length in lengths))
-            at = [j + 0.05 * (i - 1) for j in range(len(lengths))]
-            axes.errorbar(at, values, yerr=(low, high), color=color, label=name, marker="o", capsize=4)
-            axes.set_xticks(range(len(lengths)), lengths)
-        floor = next(iter(next(iter(rows.values()))[0]["floor"].values()))
-        axes.axhline(floor, color=GREY, linestyle=":", label="guessing")
-        axes.set(title=task, xlabel="length / trained length", ylim=(0, 1.03))
-        axes.grid()
-    panels[0].set_ylabel("share of right answers")
-    legend_below(panels[0].figure, 3, panels[0].get_legend_handles_labels()[0])
 
 
 _Panel = tuple[str, str, str, float | None]

@@ -51,12 +51,6 @@ TASKS = {
         "24 tokens. A layer of linear attention has a state of 1,024 numbers.",
     ),
     "recall-256": ("Recall, 256 numbers of state", "The same, with a quarter of the state."),
-    "parity": (
-        "Parity",
-        "The sum so far, modulo 2, after each of 32 bits. Measured over the second half of 1, 2 and 4 times that "
-        "length.",
-    ),
-    "modulo-3": ("Modulo 3", "The same, modulo 3."),
     "copying": ("Copying", "A string of 8 to 20 of 16 symbols, once more. Measured at 20, 40 and 80."),
     "copying-1800": (
         "Copying, three times the steps",

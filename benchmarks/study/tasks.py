@@ -1,4 +1,4 @@
-"""What a task is, and the tasks on made-up tokens: recall, copying, counting modulo a number."""
+"""What a task is, and the tasks on made-up tokens: recall and copying."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -155,40 +155,6 @@ class Recall(Task):
 
     def ceiling(self) -> dict[str, float]:
         return {f"{pairs} pairs": 1.0 for pairs in self.tested_pairs}
-
-
-@dataclass(frozen=True)
-class Sum(Task):
-    """After each token: the sum of all so far, modulo a number. Modulo 2 it is parity.
-
-    Measured over the second half of 1, 2 and 4 times the trained length, because the first few sums can be
-    learned by heart.
-    """
-
-    modulus: int = 2
-    length: int = 32
-    head_dim: int = 8
-    times: tuple[int, ...] = (1, 2, 4)
-
-    def make(self, rows: int, length: int, generator: torch.Generator) -> Batch:
-        inputs = torch.randint(self.modulus, (rows, length), generator=generator)
-        return inputs, inputs.cumsum(1) % self.modulus
-
-    def batch(self, seed: int, step: int) -> Batch:
-        return self.make(self.rows, self.length, self.generator(seed, step))
-
-    def measure(self, model: nn.Module) -> dict[str, Any]:
-        n = self.length
-        right = answers_right(
-            model, self.make(self.test_rows, max(self.times) * n, self.generator(TEST_SEED, 0))
-        )
-        return {f"{t}x": right[:, t * n // 2 : t * n].mean().item() for t in self.times}
-
-    def floor(self) -> dict[str, float]:
-        return {f"{t}x": 1 / self.modulus for t in self.times}
-
-    def ceiling(self) -> dict[str, float]:
-        return {f"{t}x": 1.0 for t in self.times}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from benchmarks.study.mad import (
     SelectiveCopying,
 )
 from benchmarks.study.runner import Run
-from benchmarks.study.tasks import Copying, Recall, Sum, Task
+from benchmarks.study.tasks import Copying, Recall, Task
 from benchmarks.study.text import Distant, Language
 from benchmarks.study.tracking import Arithmetic, Brackets, Parity
 from linrope.models.training import Corpus
@@ -129,8 +129,6 @@ def evaluate(signs: str, inputs: Tensor) -> Tensor:
     [
         (Recall("recall", test_rows=20), look_up),
         (Distant("distant", test_rows=3, tested=(256, 1024)), look_up),
-        (Sum("parity", vocab_size=2, modulus=2), lambda inputs: inputs.cumsum(1)),
-        (Sum("modulo-3", vocab_size=3, modulus=3), lambda inputs: inputs.cumsum(1)),
         (Copying("copying"), repeat),
         (Compression("mad-compress"), lambda inputs: inputs),
         (FuzzyRecall("mad-fuzzy-recall", test_rows=20), look_up_words),
@@ -237,7 +235,6 @@ def size(name: str, task: Task) -> int:
 # Their models are also those of other tasks, in the same sizes but for the vocabulary or the length.
 LIKE_OTHERS = (
     "language-equal-time",
-    "modulo-3",
     "copying-1800",
     "distant",
     "language-long",
@@ -317,13 +314,20 @@ def test_variants_are_what_their_names_say() -> None:
     assert layers("spread")[0].decay[-1] == pytest.approx(2 ** (-1 / LANGUAGE.length))
     for name, largest, start in (
         ("block-erase", 1, 0.018),
-        ("block-erase-2-half", 2, 1.0),
         ("block-tied-2", 2, 1.0),
     ):
         gate = layers(name)[0].erase_gate
         assert gate.largest == largest
         assert layers(name)[0].feature_map.activation == "identity"
         assert largest * gate.bias.sigmoid().mean().item() == pytest.approx(start, abs=1e-3)
+
+
+def test_a_model_with_an_autocast_computes_in_its_dtype_and_returns_float32() -> None:
+    model = variants.build("block", tiny(TASKS["copying"]))
+    model.autocast = torch.bfloat16
+    logits = model(torch.zeros(1, 3, dtype=torch.int64))
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, logits.bfloat16().float())
 
 
 def test_the_number_in_a_recall_s_name_is_that_of_a_layer_s_state_and_growing_states_have_none() -> None:
@@ -364,8 +368,8 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path, monkeypatch) ->
 
 
 def test_training_ends_early_where_a_task_is_solved(tmp_path, monkeypatch) -> None:
-    task = replace(tiny(TASKS["parity"]), steps=6)
-    monkeypatch.setattr(Sum, "solved", lambda self, model, step: step == 3)
+    task = replace(tiny(TASKS["copying"]), steps=6)
+    monkeypatch.setattr(Copying, "solved", lambda self, model, step: step == 3)
     progress = training.train(variants.build("block", task), task, 1, 1e-3, tmp_path / "x.pt")
     assert (progress.solved, len(progress.losses)) == (True, 3)
 
@@ -382,7 +386,12 @@ def test_training_ends_early_where_a_task_is_solved(tmp_path, monkeypatch) -> No
 def test_a_study_that_was_killed_runs_only_what_is_missing(tmp_path, monkeypatch, capsys) -> None:
     def study() -> list[str]:
         runner.study(
-            tmp_path, ["parity", "block-all-rotated", "softmax-rope"], 1e-4, seeds=2, jobs=1, device="cpu"
+            tmp_path,
+            ["recall-1024", "block-all-rotated", "softmax-rope"],
+            1e-4,
+            seeds=2,
+            jobs=1,
+            device="cpu",
         )
         return capsys.readouterr().out.splitlines()
 
@@ -398,7 +407,7 @@ def test_a_study_that_was_killed_runs_only_what_is_missing(tmp_path, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             study()
     with open(tmp_path / lines.NAME, "a") as file:
-        file.write('{"task": "par')  # a line that was being written
+        file.write('{"task": "rec')  # a line that was being written
     capsys.readouterr()
     assert len(study()) == 3
     found = lines.read(tmp_path)
@@ -411,7 +420,7 @@ def test_a_study_that_was_killed_runs_only_what_is_missing(tmp_path, monkeypatch
 
 
 def test_a_line_has_what_repeats_the_run(tmp_path) -> None:
-    run = Run(tiny(TASKS["parity"]), "block-all-rotated", 3, 1e-3, "run")
+    run = Run(tiny(TASKS["copying"]), "block-all-rotated", 3, 1e-3, "run")
     first = runner.perform((run, tmp_path, "cpu"))
     json.dumps(first, allow_nan=False)
     assert first.keys() >= {"options", "settings", "machine", "versions", "modified", "optimizer", "date"}
@@ -425,7 +434,7 @@ def test_a_line_has_what_repeats_the_run(tmp_path) -> None:
 
 
 def test_a_run_that_diverges_is_a_line_without_results(tmp_path) -> None:
-    run = Run(replace(tiny(TASKS["parity"]), steps=50), "eq19", 1, 1e20, "run")
+    run = Run(replace(tiny(TASKS["copying"]), steps=50), "eq19", 1, 1e20, "run")
     line = runner.perform((run, tmp_path, "cpu"))
     assert line["results"] is None
     assert line["diverged_at"] < 50
@@ -434,15 +443,15 @@ def test_a_run_that_diverges_is_a_line_without_results(tmp_path) -> None:
 
 
 def test_the_learning_rate_is_the_one_with_the_least_loss_of_the_grid() -> None:
-    task = TASKS["parity"]
-    losses = dict(zip(TASKS["parity"].learning_rates, (0.5, 0.2, None)))
-    grid = [Run(task, "block-erase-2-elu", plan.GRID_SEED, rate, "grid") for rate in losses]
+    task = TASKS["recall-256"]
+    losses = dict(zip(task.learning_rates, (0.5, 0.2, None)))
+    grid = [Run(task, "block-erase", plan.GRID_SEED, rate, "grid") for rate in losses]
     found = [run.key() | {"final_loss": losses[run.learning_rate]} for run in grid]
-    noise = [Run(task, "block-erase-2-elu", 1, 1e-2, "run").key() | {"final_loss": 0.0}]
-    assert runner.best_rate(task, "block-erase-2-elu", found + noise) == 3e-3
+    noise = [Run(task, "block-erase", 1, 1e-2, "run").key() | {"final_loss": 0.0}]
+    assert runner.best_rate(task, "block-erase", found + noise) == 3e-3
     with pytest.raises(RuntimeError, match="diverged"):
-        runner.best_rate(task, "block-erase-2-elu", found[2:])
-    counting = runner.counting([(task, ["block-erase-2-elu"])], 3, found)
+        runner.best_rate(task, "block-erase", found[2:])
+    counting = runner.counting([(task, ["block-erase"])], 3, found)
     assert [(run.seed, run.learning_rate) for run in counting] == [(seed, 3e-3) for seed in (1, 2, 3)]
 
 
@@ -487,7 +496,7 @@ def test_the_commands(tmp_path, capsys) -> None:
 
 
 def test_steps_of_models_are_timed_side_by_side(tmp_path, capsys) -> None:
-    command = f"steps --only parity --only softmax-rope --only block --rounds 1 --out {tmp_path}"
+    command = f"steps --only recall-1024 --only softmax-rope --only block --rounds 1 --out {tmp_path}"
     commands.app(command.split(), standalone_mode=False)
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("softmax-rope: ")
@@ -523,7 +532,7 @@ def test_longer_tasks_take_the_learning_rates_of_the_others() -> None:
         assert longer.scaled(2.0).rate_task() == plain.scaled(2.0)
         assert longer.steps > plain.steps
     longer = TASKS["language-equal-time"]
-    losses = dict(zip(TASKS["parity"].learning_rates, (0.5, 0.2, 0.3)))
+    losses = dict(zip(longer.learning_rates, (0.5, 0.2, 0.3)))
     runs = runner.grid([(longer, ["block"])])
     assert {(run.task, run.model) for run in runs} == {(TASKS["language"], "block-all-rotated")}
     found = [run.key() | {"final_loss": losses[run.learning_rate]} for run in runs]

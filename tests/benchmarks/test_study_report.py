@@ -49,12 +49,12 @@ def made_up(task: Task, model: str, seed: int, results: dict[str, Any] | None) -
 
 def test_a_table_has_means_and_spreads_from_the_lines_alone(tmp_path) -> None:
     for seed, share in enumerate((0.5, 0.6, 0.9), 1):
-        lines.append(tmp_path, made_up(TASKS["parity"], "eq19", seed, {"1x": share, "curve": [1.0]}))
-    lines.append(tmp_path, made_up(TASKS["parity"], "block-all-rotated", 1, {"1x": 1.0, "curve": [1.0]}))
-    lines.append(tmp_path, made_up(TASKS["parity"], "block-all-rotated", 2, None))
-    lines.append(tmp_path, made_up(TASKS["parity"], "eq19", 0, {"1x": 0.0}) | {"phase": "grid"})
+        lines.append(tmp_path, made_up(TASKS["copying"], "eq19", seed, {"1x": share, "curve": [1.0]}))
+    lines.append(tmp_path, made_up(TASKS["copying"], "block-all-rotated", 1, {"1x": 1.0, "curve": [1.0]}))
+    lines.append(tmp_path, made_up(TASKS["copying"], "block-all-rotated", 2, None))
+    lines.append(tmp_path, made_up(TASKS["copying"], "eq19", 0, {"1x": 0.0}) | {"phase": "grid"})
     found = report.page(tmp_path)
-    assert "\n**parity**: 600 steps of about 1,024 tokens, 2 to 3 seeds, 1,234 parameters ± 1%" in found
+    assert "\n**copying**: 600 steps of about 1,024 tokens, 2 to 3 seeds, 1,234 parameters ± 1%" in found
     assert re.search(r"\| guessing \| 0.500 \|", found)
     assert re.search(r"\| a perfect solver \| 1.000 \|", found)
     assert "| eq19 | 0.667 ± 0.200 | 64 | 0.003 |" in found
@@ -73,12 +73,12 @@ def test_what_others_published_stands_below_our_models(tmp_path) -> None:
 def test_lines_that_do_not_belong_together_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="at least one run"):
         report.page(tmp_path)
-    line = made_up(TASKS["parity"], "eq19", 1, {"1x": 0.5})
+    line = made_up(TASKS["copying"], "eq19", 1, {"1x": 0.5})
     lines.append(tmp_path, line)
     lines.append(tmp_path, line)
     with pytest.raises(ValueError, match="two lines of one seed"):
         report.page(tmp_path)
-    other = replace(TASKS["parity"], steps=3)
+    other = replace(TASKS["copying"], steps=3)
     lines.append(tmp_path, made_up(other, "block-all-rotated", 1, {"1x": 0.5}))
     with pytest.raises(ValueError, match="several settings"):
         report.page(tmp_path)
@@ -103,18 +103,16 @@ def test_plots_are_drawn_from_the_lines_alone(tmp_path) -> None:
     language = {"bits": 2.0, "by position": [2.0] * 64, "by position, 1x": [2.5] * 64}
     for model in ("block", "mamba-2"):
         lines.append(tmp_path, made_up(TASKS["language"], model, 1, language))
-        lines.append(tmp_path, made_up(TASKS["parity"], model, 1, {"1x": 1.0, "2x": 0.5, "4x": 0.5}))
         recall = made_up(TASKS["recall-256"], model, 1, {"6 pairs": 0.5}) | {"floor": {"6 pairs": 0.1}}
         lines.append(tmp_path, recall)
-    lines.append(tmp_path, made_up(TASKS["parity"], "block-all-rotated", 1, None))
+    lines.append(tmp_path, made_up(TASKS["recall-256"], "block-all-rotated", 1, None))
     assert {path.name for path in plots.plots(tmp_path, tmp_path)} == {
         "positions.svg",
-        "sums.svg",
         "look-up.svg",
     }
     steps.save(tmp_path, TASKS["language"], 8, SECONDS)
     drawn = plots.plots(tmp_path, tmp_path)
-    assert {path.name for path in drawn} == {"price.svg", "positions.svg", "sums.svg", "look-up.svg"}
+    assert {path.name for path in drawn} == {"price.svg", "positions.svg", "look-up.svg"}
     assert all(path.read_text().startswith("<?xml") for path in drawn)
-    shown = {*plots.PRICE, *plots.POSITIONS, *plots.TRACKING, *plots.LOOK_UP}
+    shown = {*plots.PRICE, *plots.POSITIONS, *plots.LOOK_UP}
     assert shown == plots.MODELS.keys() <= VARIANTS.keys()
