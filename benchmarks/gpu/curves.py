@@ -56,7 +56,7 @@ OTHER = 60  # seconds of the step in which nothing is trained: reading, compilin
 TEXT = 200_000_000  # bytes, at most
 SEED = 0
 POINTS = 6  # measurements on held-out text
-PARTS = 50  # a curve has at most so many points
+PARTS = 50  # the most points of a curve
 
 
 def curves(on: Machine) -> Iterator[Row]:

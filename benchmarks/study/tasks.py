@@ -1,4 +1,4 @@
-"""What a task is, and the tasks on made-up tokens: recall and copying."""
+"""The interface that every task implements, and two tasks on generated tokens: recall and copying."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar

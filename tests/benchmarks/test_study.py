@@ -99,7 +99,10 @@ def learned_by_heart(inputs: Tensor) -> Tensor:
 
 
 def look_up_words(inputs: Tensor) -> Tensor:
-    """What came next when the last key, three symbols under 7, and its value so far stood there before."""
+    """Predicts each symbol of a value: the one that followed when the same key and start of the value came before.
+
+    A key is three symbols under 7.
+    """
     found = inputs.clone()
     for row, guess in zip(inputs.tolist(), found):
         for at in range(3, len(row)):

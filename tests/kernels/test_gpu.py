@@ -89,7 +89,7 @@ def test_long_sequences(dtype: torch.dtype, d: int, b: int) -> None:
 @every_dtype
 def test_the_delta_rule_is_the_oracle_s(dtype, n, d, e, h, g, gates_per_unit) -> None:
     q, k, v = fresh(2, n, h, d, g=g, e=e, dtype=dtype)
-    k[:, ::2] = k[:, :1]  # half of the keys are equal
+    k[:, ::2] = k[:, :1].clone()  # half of the keys are equal
     gates = torch.randn(2, n, g, d // 2) if gates_per_unit else torch.randn(2, n, g)
     numbers = {"log_decay": -gates.exp() / 20, "erase": 2 * torch.rand(2, n, g), "write": torch.rand(2, n, g)}
     how: dict[str, Any] = {"rotary": Rotary(d), "feature_map": "unit", "normalize": False}
