@@ -308,14 +308,19 @@ def held() -> int:
     return resident()
 
 
-def run(seconds: float, seed: int, turn: int | None = None, requests: int = 40) -> Counter[str]:
-    """Makes turns for so many seconds, and counts what happens. The AssertionError of a turn says how to repeat it."""
+def run(
+    seconds: float, seed: int, turn: int | None = None, requests: int = 40, least: int = 1
+) -> Counter[str]:
+    """Makes turns for so many seconds, ``least`` at least, and counts what happens.
+
+    The AssertionError of a turn says how to repeat it.
+    """
     counts: Counter[str] = Counter()
     began, shown, first = time.monotonic(), 0, 0
     keep_no_memory()
     logging.disable(logging.ERROR)  # an engine logs every fault
     try:
-        while counts["turns"] == 0 or (turn is None and time.monotonic() - began < seconds):
+        while counts["turns"] < least or (turn is None and time.monotonic() - began < seconds):
             number = counts["turns"] if turn is None else turn
             made = None
             try:

@@ -61,9 +61,13 @@ def test_steps_in_place_are_equal_to_copied_ones() -> None:
 
 
 @needs_fork  # it reads /proc
-@pytest.mark.parametrize("seconds", [4, pytest.param(180, marks=pytest.mark.long)])
-def test_requests_get_from_an_engine_what_the_model_gives_each_alone(seconds: int) -> None:
-    counts = in_a_new_process(serving.run, seconds, 0, None, 10 if seconds < 60 else 40)
+@pytest.mark.parametrize(
+    ("seconds", "requests", "turns"), [(0, 10, 5), pytest.param(180, 40, 1, marks=pytest.mark.long)]
+)
+def test_requests_get_from_an_engine_what_the_model_gives_each_alone(
+    seconds: int, requests: int, turns: int
+) -> None:
+    counts = in_a_new_process(serving.run, seconds, 0, None, requests, turns)
     assert min(counts[x] for x in ("answered", "cancelled", "queue full", "prefix hits")) > 0
 
 
