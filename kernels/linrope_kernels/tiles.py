@@ -111,7 +111,7 @@ TABLE["bf16 from registers"] = TABLE["bf16 with decay"] | {
 def delta_rule_tiles(
     chunk: int, stages: int, values: tuple[int, ...], warps: tuple[int, ...], *, dqk: Tile
 ) -> dict[tuple[str, int], Tile]:
-    """The tiles of the delta rule's kernels, which share their chunks. No GPU has timed them.
+    """The tiles of the delta rule's kernels, which share their chunks.
 
     values, warps: those of the kernels that hold a state of all features, for sizes 64, 128 and 256.
     """
@@ -130,7 +130,8 @@ def delta_rule_tiles(
     return found
 
 
-TABLE["bf16"] |= delta_rule_tiles(64, 2, (64, 32, 32), (4, 4, 8), dqk=Tile(64, 32, 32, 8, 1))
+# With 8 warps delta_dqk gave wrong gradients on an H200 and read outside its memory. The emulator finds no fault in it.
+TABLE["bf16"] |= delta_rule_tiles(64, 2, (64, 32, 32), (4, 4, 8), dqk=Tile(64, 32, 32, 4, 1))
 TABLE["bf16 from registers"] |= delta_rule_tiles(32, 2, (64, 32, 32), (4, 4, 8), dqk=Tile(32, 16, 32, 4, 1))
 TABLE["tf32"] |= delta_rule_tiles(32, 1, (32, 32, 16), (8, 8, 8), dqk=Tile(32, 16, 32, 8, 1))
 TABLE["ieee"] |= delta_rule_tiles(16, 1, (32, 32, 16), (8, 8, 8), dqk=Tile(16, 16, 32, 8, 1))
