@@ -71,6 +71,25 @@ TRACKING_MODELS = {
     "block-tied-2-selective-add": "erase up to 2 and selective rotation",
 }
 
+MAD = {
+    "mad-compress": "compression",
+    "mad-fuzzy-recall": "fuzzy recall",
+    "mad-recall": "recall",
+    "mad-memorize": "memorization",
+    "mad-noisy-recall": "noisy recall",
+    "mad-copy": "copying",
+}
+MAD_MODELS = {
+    "softmax-rope+init": "softmax attention",
+    "gated-deltanet": "Gated DeltaNet",
+    "eq19+init": "equation 19 alone",
+    "block": "the default block",
+    "block-feature": "a forget gate per feature",
+    "block-selective-add": "selective rotation",
+    "block-hybrid": "softmax attention last",
+    "block-erase-elu": "erase",
+}
+
 
 def newest(name: str, folder: str = ".") -> Any:
     """The last result of a kind. folder: a folder of RESULTS."""
@@ -261,15 +280,22 @@ def shakespeare() -> str:
     return table(" | loss | steps | CPU time", rows)
 
 
-def beside_published(tasks: dict[str, str], models: dict[str, str]) -> str:
-    """The first result of each task: ours, then what others published."""
-    runs, rows = _study()[0], []
-    for model, words in models.items():
-        values = [[next(iter(line["results"].values())) for line in runs[task][model]] for task in tasks]
-        rows.append([f"{words} (`{model}`)", *map(report.spread, values)])
+def beside_published(tasks: dict[str, str], models: dict[str, str], *, averaged: bool = False) -> str:
+    """The first result of each task, and their mean if averaged: ours, then what others published."""
+    runs = _study()[0]
+    found = {
+        f"{words} (`{model}`)": [
+            [next(iter(line["results"].values())) for line in runs[task][model]] for task in tasks
+        ]
+        for model, words in models.items()
+    }
     for who in PUBLISHED[next(iter(tasks))]:
-        rows.append([f"{who}, published", *(f"{PUBLISHED[task][who]:.3f}" for task in tasks)])
-    return table(" | ".join(["", *tasks.values()]), rows)
+        found[f"{who}, published"] = [[PUBLISHED[task][who]] for task in tasks]
+    rows = []
+    for name, values in found.items():
+        average = [f"{mean(map(mean, values)):.3f}"] if averaged else []
+        rows.append([name, *map(report.spread, values), *average])
+    return table(" | ".join(["", *tasks.values(), *(["mean"] if averaged else [])]), rows)
 
 
 def drafts() -> str:

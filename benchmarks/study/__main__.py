@@ -16,7 +16,9 @@ Folder = Annotated[Path, typer.Argument(help="Folder with the results (runs.json
 @app.command()
 def run(
     out: Annotated[Path, typer.Option(help="Folder of the results; runs that it already has are skipped.")],
-    only: Annotated[list[str] | None, typer.Option(help="Tasks and models; may be repeated.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Tasks and models, such as mad-*; may be repeated.")
+    ] = None,
     scale: Annotated[
         float, typer.Option(help="Factor for the number of steps and, roughly, of parameters.")
     ] = 1.0,

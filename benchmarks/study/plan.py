@@ -3,6 +3,7 @@
 docs/evidence_tables.md describes the tasks and the models, and docs/evidence.md says which questions they answer.
 """
 
+import fnmatch
 from collections.abc import Sequence
 
 from benchmarks.study import peers
@@ -86,19 +87,19 @@ LONG: list[tuple[Task, list[str]]] = [
 
 
 def chosen(only: Sequence[str], scale: float) -> list[tuple[Task, list[str]]]:
-    """The tasks and models to run: all, or those named; a name is that of a task or of a model.
+    """The tasks and models to run: all, or those with these names, in which * stands for anything.
 
     Raises:
         ValueError: an unknown name; scale not positive.
     """
     if not scale > 0:
         raise ValueError(f"scale={scale}: expected a positive number")
-    plan = [*PLAN, *((task, models) for task, models in LONG if task.name in only)]
-    tasks = {task.name for task, _ in [*PLAN, *LONG]} & set(only)
-    models = set(VARIANTS) & set(only)
-    if unknown := sorted(set(only) - tasks - models):
-        names = ", ".join([*(task.name for task, _ in [*PLAN, *LONG]), *VARIANTS])
-        raise ValueError(f"only: got {unknown}, expected names of {names}")
+    every = [*(task.name for task, _ in [*PLAN, *LONG]), *VARIANTS]
+    if unknown := sorted(pattern for pattern in only if not fnmatch.filter(every, pattern)):
+        raise ValueError(f"only: got {unknown}, expected names of {', '.join(every)}")
+    named = {name for pattern in only for name in fnmatch.filter(every, pattern)}
+    models, tasks = named & set(VARIANTS), named - set(VARIANTS)
+    plan = [*PLAN, *((task, names) for task, names in LONG if task.name in tasks)]
     return [
         (task.scaled(scale), [name for name in names if not models or name in models])
         for task, names in plan

@@ -464,6 +464,12 @@ def test_a_part_of_the_study_uses_the_learning_rates_of_the_whole() -> None:
     assert plan.representatives(task, names) == {"block": "block-all-rotated"}
 
 
+def test_a_star_chooses_every_task_and_model_that_it_fits() -> None:
+    every = [("track-parity", 2), ("track-arithmetic", 2), ("track-brackets", 2)]
+    found = plan.chosen(["track-*", "block-tied-2-*"], 1.0)
+    assert [(task.name, len(names)) for task, names in found] == every
+
+
 def test_what_cannot_be_chosen_is_refused() -> None:
     with pytest.raises(ValueError, match=r"got \['gates'\], expected names"):
         plan.chosen(["gates"], 1.0)
