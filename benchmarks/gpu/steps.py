@@ -40,7 +40,7 @@ def machine(on: Machine) -> Iterator[Row]:
 
 STEPS = {
     "machine": Step(machine, "versions, the best rates of a copy and of a matrix product", 8, 40),
-    "tests": Step(commands.tests, "all tests that run on a GPU", 180, 240, ahead=False),
+    "tests": Step(commands.tests, "all tests that run on a GPU", 230, 330, ahead=False),
     "host": Step(host.host, "the host time of a call, with and without launches", 10, 40),
     "gates": Step(operation.gates, "forget gates: errors, times", 55, 110),
     "block": Step(models.block, "the default block: errors, launches, times, decoding", 20, 50),
@@ -48,7 +48,7 @@ STEPS = {
     "generate": Step(
         models.generate, "greedy decoding by linrope and by transformers, also in a graph", 25, 60
     ),
-    "delta": Step(delta.delta, "the delta rule and a decay per unit: errors, times, decoding", 40, 90),
+    "delta": Step(delta.delta, "the delta rule and a decay per unit: errors, times, decoding", 90, 180),
     "train": Step(commands.train, "linrope train, stopped and resumed", 30, 70),
     "check": Step(commands.check, "linrope check", 40, 75),
     "compiled": Step(models.compiled, "torch.compile of a layer and of a model", 90, 150),
