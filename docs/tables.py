@@ -333,6 +333,7 @@ PAGES = {
     "docs/evidence.md": {
         "shakespeare": shakespeare,
         "price": price,
+        "mad": partial(beside_published, MAD, MAD_MODELS, averaged=True),
         "tracking": partial(beside_published, TRACKING, TRACKING_MODELS),
     },
     "README.md": {"families": models_in_short, "study": partial(quality, "#what-it-computes")},
