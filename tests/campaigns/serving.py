@@ -311,7 +311,7 @@ def held() -> int:
 def run(
     seconds: float, seed: int, turn: int | None = None, requests: int = 40, least: int = 1
 ) -> Counter[str]:
-    """Makes turns for so many seconds, and at least ``least`` turns. Returns how often each event happened.
+    """Takes turns until ``seconds`` have passed and ``least`` turns are done. Returns how often each event happened.
 
     The AssertionError of a turn says how to repeat it.
     """
