@@ -9,11 +9,12 @@ from tests.test_layers import FLOORS
 
 ROOT = Path(__file__).parents[1]
 WORDS = {
-    "cli": "commands, benchmark",
+    "cli": "commands",
     "first_use": "tries kernels",
     "integrations": "transformers, fla",
     "models": "models, training",
     "versions": "show_versions",
+    "conformance": "the bounds",
     "decode": "generation, serving",
     "distributed": "several processes",
     "position_encodings": "for comparison",

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.machine import Machine, Row, Shape, each, finite, whole
 from benchmarks.gpu.operation import extra_memory, measured, step_row
-from linrope.cli.bench.cases import AttentionCase
-from linrope.cli.bounds import FACTOR, SHARE
+from benchmarks.bench.cases import AttentionCase
+from linrope.conformance.bounds import FACTOR, SHARE
 
 GDN, KDA = "erase with gates", "erase, decay per unit"
 RULES = ("erase", GDN, "decay per unit", KDA)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from linrope import Rotary, feature_maps, linear_rope_attention
-from linrope.cli.bounds import BOUNDS, error_in_bounds
+from linrope.conformance.bounds import BOUNDS, error_in_bounds
 from linrope.recurrence.chunks import CHUNK
 from linrope.rotation.rotary import MAX_POSITION
 from tests.campaigns import configurations

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from linrope import Rotary, linear_rope_attention
-from linrope.cli.bounds import FACTOR, SHARE, Yardstick
+from linrope.conformance.bounds import FACTOR, SHARE, Yardstick
 from tests.support.contract import instruction_set
 from tests.support.oracle import NATIVE, native_sets, random_state, randoms
 

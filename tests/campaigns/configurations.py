@@ -18,7 +18,7 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, linear_rope_attention
 from linrope.backends import native
-from linrope.cli.bounds import (
+from linrope.conformance.bounds import (
     BOUNDS,
     Yardstick,
     at_eps,

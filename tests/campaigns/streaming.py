@@ -9,7 +9,7 @@ import torch
 
 from linrope import Rotary, feature_maps, linear_rope_attention, linear_rope_state
 from linrope.backends import native
-from linrope.cli.bounds import BOUNDS, error_in_bounds
+from linrope.conformance.bounds import BOUNDS, error_in_bounds
 from linrope.feature_maps import FeatureMap
 from linrope.rotation.rotary import MAX_POSITION
 from tests.campaigns.command import numbers

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, backends, linear_rope_attention
 from linrope.backends import native
-from linrope.cli.bounds import BOUNDS, ON_TILES
+from linrope.conformance.bounds import BOUNDS, ON_TILES
 from linrope.recurrence.call import Settings
 from tests.support.equation import Equation
 from tests.support.options import OPTIONS

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, backends, feature_maps, linear_rope_attention
 from linrope.backends import native
-from linrope.cli.bounds import DATA as DATA
-from linrope.cli.bounds import everything as everything
+from linrope.conformance.bounds import DATA as DATA
+from linrope.conformance.bounds import everything as everything
 
 POSITIVE = ("elu+1", "relu", "relu2", "exp", "softmax", "favor+")
 SIGNED = ("silu", "identity", "unit")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linrope import Rotary
-from linrope.cli.bounds import BOUNDS
+from linrope.conformance.bounds import BOUNDS
 
 if TYPE_CHECKING:
     from linrope.cli.bench.cases import AttentionCase, DecodeCase

@@ -5,7 +5,8 @@ from typing import Any
 
 from rich.console import Group
 
-from linrope.cli.bench.report import plain_table, times
+from linrope.cli.bench.report import times
+from linrope.cli.console import plain_table
 from linrope.common.files import parse_json
 
 _SAME = ("cpu", "device", "threads", "clock", "instruction_set", "torch")

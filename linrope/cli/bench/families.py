@@ -14,8 +14,9 @@ from torch import Tensor
 
 from linrope.cli.bench import plots
 from linrope.cli.bench.benchmark import machine, peak_memory
-from linrope.cli.bench.report import noise_warning, plain_table, times
+from linrope.cli.bench.report import noise_warning, times
 from linrope.cli.bench.timing import measured
+from linrope.cli.console import plain_table
 from linrope.cli.training import Lines, progress_bar
 from linrope.common.argument_checks import check_name
 from linrope.common.files import replace_file, unused

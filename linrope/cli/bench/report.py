@@ -2,16 +2,11 @@
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from linrope.cli.bench.timing import NOISY
-
-
-def plain_table(title: str) -> Table:
-    """A table without lines between columns, to fit into 80 characters."""
-    return Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+from linrope.cli.console import plain_table
 
 
 def attention_table(result: dict[str, Any], mode: str, name: str) -> Table:

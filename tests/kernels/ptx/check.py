@@ -15,7 +15,7 @@ from linrope_kernels import tiles
 from torch import Tensor
 
 from linrope import linear_rope_attention, linear_rope_state
-from linrope.cli.bounds import BOUNDS, cancelling, error_in_bounds, moved
+from linrope.conformance.bounds import BOUNDS, cancelling, error_in_bounds, moved
 from tests.kernels.ptx.cases import CASES, DTYPES, Problem
 from tests.kernels.ptx.launcher import install
 from tests.support.equation import Equation

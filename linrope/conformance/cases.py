@@ -1,6 +1,6 @@
-"""Compares a backend with the equation in float64: the calls of ``linrope check``, and their errors.
+"""Calls that every backend must compute within the bounds, and its errors beside the equation in float64.
 
-The oracle is "reference" in float64 on the inputs as rounded, on the CPU. linrope/cli/bounds.py has the bounds.
+The oracle is "reference" in float64 on the inputs as rounded, on the CPU. bounds.py has the bounds.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention
 from linrope.backends import load, native
-from linrope.cli.bounds import (
+from linrope.conformance.bounds import (
     BOUNDS,
     DATA,
     Yardstick,
