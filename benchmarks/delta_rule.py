@@ -8,8 +8,6 @@ figures are minima of the thread's CPU time. linrope's own gated call without ``
 """
 
 import argparse
-import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,14 @@ from torch.nn import functional as F
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
+from benchmarks.measuring import measured, save
 from linrope import linear_rope_attention
 from linrope.backends import native
 from linrope.decode import prepare_attention
 from linrope.feature_maps import UnitMap
 
 D = 128  # features and values of a head
+ROUNDS = 3
 STEPS = 16  # decoding steps that are timed together
 UNIT = UnitMap(D, query_factor=D**-0.5)
 PEERS = {
@@ -136,19 +136,6 @@ def agree(one: Tensor, other: Tensor) -> None:
     assert (one - other).abs().max() <= 1e-4 * other.abs().max(), float((one - other).abs().max())
 
 
-def milliseconds(runs: Runs, seconds: float) -> dict[str, float]:
-    """The least CPU time of each, which take turns until the time is over; each runs once at least."""
-    least, end = dict.fromkeys(runs, float("inf")), time.perf_counter() + seconds
-    while True:
-        for name, run in runs.items():
-            if least[name] < 2000 or least[name] == float("inf"):  # what takes seconds runs once
-                start = time.thread_time()
-                run()
-                least[name] = min(least[name], 1e3 * (time.thread_time() - start))
-        if time.perf_counter() > end:
-            return least
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -171,7 +158,8 @@ def main() -> None:
         rows = {f"{rule}, {n:,} tokens": of_sequences(rule, n, options.heads) for n in options.tokens}
         rows |= {f"{rule}, batch {b}": of_steps(rule, b, options.heads) for b in options.batches}
         for row, runs in rows.items():
-            found[row] = milliseconds(runs, options.seconds)
+            timings = measured(runs, ROUNDS, options.seconds / len(runs))
+            found[row] = {name: 1e3 * timing.seconds for name, timing in timings.items()}
             for name, time_of_run in found[row].items():
                 kind, side = name.split(", ")
                 ratio = time_of_run / found[row][f"{kind}, linrope"]
@@ -182,9 +170,7 @@ def main() -> None:
     if options.write is not None:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         setting = versions | {"heads": options.heads, "instruction set": native.instruction_set()}
-        options.write.write_text(
-            json.dumps({"setting": setting, "milliseconds": found}, indent=1) + "\n", encoding="utf-8"
-        )
+        save(options.write, {"setting": setting, "milliseconds": found})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ figures are minima of one thread's CPU time.
 import argparse
 import difflib
 import inspect
-import json
 import random
 import re
 import time
@@ -25,7 +24,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from linrope.cli.bench.benchmark import machine
+from benchmarks.measuring import save
 from linrope.integrations import transformers as linrope_transformers
 from linrope.models.huggingface import LinRopeCache, LinRopeConfig, LinRopeForCausalLM
 
@@ -184,7 +183,7 @@ def main() -> None:
     rows = [row for name in options.models for row in measure(name, options)]
     if options.out:
         settings = {name: getattr(options, name) for name in ("layers", "tokens", "rounds", "dtype")}
-        options.out.write_text(json.dumps({"machine": machine(), **settings, "rows": rows}, indent=1) + "\n")
+        save(options.out, settings | {"rows": rows})
 
 
 if __name__ == "__main__":

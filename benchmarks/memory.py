@@ -7,7 +7,6 @@ of a process of its own, in which the call is the first large one. Linux only.
 """
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from linrope.cli.bench.benchmark import machine, peak_memory
+from benchmarks.measuring import peak_memory, save
 from linrope.models import LanguageModel, LanguageModelConfig
 
 # For each width of the blocks, the longer of the two lengths at which peaks are measured
@@ -88,13 +87,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         rows.append(row)
     if options.write:
-        result = {
-            "date": datetime.date.today().isoformat(),
-            "machine": machine(),
-            "piece": PIECE,
-            "rows": rows,
-        }
-        options.write.write_text(json.dumps(result, indent=1) + "\n")
+        save(options.write, {"piece": PIECE, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Times a model's decoding step on one CPU thread, beside the step's matrix products alone.
 
-The model's own call with donated states, a prepared step and PyTorch's products take turns of ten steps: in a decoding
+The model's own call with donated states, a prepared step and PyTorch's products take turns of some steps: in a decoding
 loop too, a step finds in the cache what the step before has read. The figures are minima of the thread's CPU time.
 
     python benchmarks/model_step.py [--batches 1 8 200] [--rounds 300] [--busy | --transformers]
@@ -14,21 +14,19 @@ without prepared steps.
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from benchmarks.measuring import measured
 from linrope.decode import prepare
 from linrope.models import LanguageModel, LanguageModelConfig
 
-CALLS = 10
+TURN = 0.01  # seconds of a turn
 
 
 def sides(model: LanguageModel, b: int) -> dict[str, Callable[[], object]]:
@@ -67,10 +65,12 @@ def generate_seconds(b: int, rounds: int, tokens: int = 50) -> dict[str, float]:
         return call
 
     sides = {"prepared": prepared, "ordinary": lambda *_, **__: None}
-    calls = {(name, n): generate(n, step) for name, step in sides.items() for n in (1, 1 + tokens)}
-    least = least_seconds(calls, rounds)
+    calls = {f"{name} {n}": generate(n, step) for name, step in sides.items() for n in (1, 1 + tokens)}
+    times = measured(calls, rounds, 0.0)
     modeling.step_of_generate = prepared
-    return {name: (least[name, 1 + tokens] - least[name, 1]) / tokens for name in sides}
+    return {
+        name: (times[f"{name} {1 + tokens}"].seconds - times[f"{name} 1"].seconds) / tokens for name in sides
+    }
 
 
 def weights(model: LanguageModel) -> list[torch.Tensor]:
@@ -84,20 +84,6 @@ def weights(model: LanguageModel) -> list[torch.Tensor]:
     return [*found, model.embed.weight]
 
 
-def least_seconds(
-    functions: dict[Any, Callable[[], object]], rounds: int, calls: int = 1
-) -> dict[Any, float]:
-    """The time of each function's call: the least of the rounds, in which each makes its calls one after the other."""
-    least = dict.fromkeys(functions, float("inf"))
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start = time.thread_time()
-            for _ in range(calls):
-                function()
-            least[name] = min(least[name], (time.thread_time() - start) / calls)
-    return least
-
-
 @contextmanager
 def busy_cores() -> Iterator[None]:
     """Keeps every core busy with another process."""
@@ -109,18 +95,6 @@ def busy_cores() -> Iterator[None]:
         for process in processes:
             process.kill()
             process.wait()
-
-
-def wall_seconds(functions: dict[str, Callable[[], object]], threads: int, rounds: int) -> dict[str, float]:
-    """The median wall time of each function's call; they take turns."""
-    torch.set_num_threads(threads)
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(x) for name, x in times.items()}
 
 
 def main() -> None:
@@ -148,14 +122,16 @@ def main() -> None:
             for b in options.batches:
                 functions = sides(model, b)
                 for count in (1, threads):
-                    t = wall_seconds(functions, count, options.rounds)
-                    figures = ", ".join(f"{name} {1e3 * x:.1f} ms" for name, x in t.items())
+                    torch.set_num_threads(count)
+                    times = measured(functions, options.rounds, TURN * options.rounds, wall=count == 1)
+                    figures = ", ".join(f"{name} {1e3 * x.seconds:.1f} ms" for name, x in times.items())
                     print(f"batch {b}, {count} threads: {figures}")
         return
     print("batch   step / products   ordinary / products   ordinary / step   us per step")
     with torch.inference_mode():
         for b in options.batches:
-            t = least_seconds(sides(model, b), options.rounds, CALLS)
+            times = measured(sides(model, b), options.rounds, TURN * options.rounds)
+            t = {name: x.seconds for name, x in times.items()}
             ratios = t["step"] / t["products"], t["ordinary"] / t["products"], t["ordinary"] / t["step"]
             print(f"{b:5} {ratios[0]:17.2f} {ratios[1]:21.2f} {ratios[2]:17.2f} {1e6 * t['step']:13.0f}")
 

@@ -2,16 +2,14 @@
 
 "onnxruntime" is ``export_onnx``'s form with the operator LinearAttention, "portable" the form of plain operations,
 whose prompts are fed in chunks of 256 tokens, and "pytorch" the model itself. The sides take turns; the figures are
-minima. Before a side is timed, its logits are compared with the model's.
+minima of one thread's CPU time, or with more threads medians of the wall time. Before a side is timed, its logits are
+compared with the model's.
 
     python benchmarks/onnx_export.py [--lengths 1024 16384] [--rounds 5] [--threads 1] [--out FILE.json]
 """
 
 import argparse
-import json
-import platform
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import onnxruntime
 import torch
 from torch import Tensor
 
+from benchmarks.measuring import measured, save
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.export import TensorStates, export_onnx
 
@@ -48,16 +47,6 @@ def prompt(function: Function, chunk: int | None, tokens: Tensor, states: list[T
     return [torch.cat(logits, 1), *states]
 
 
-def least_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    least = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            least[name] = min(least[name], time.perf_counter() - start)
-    return least
-
-
 @torch.no_grad()
 def measure(lengths: list[int], rounds: int, threads: int) -> dict[str, object]:
     torch.set_num_threads(threads)
@@ -82,12 +71,15 @@ def measure(lengths: list[int], rounds: int, threads: int) -> dict[str, object]:
             errors[name] = float((logits - expected).abs().max() / expected.abs().max())
             assert errors[name] <= 1e-5, (name, n, errors[name])
             calls[name] = lambda f=function, c=CHUNK[name], t=tokens: prompt(f, c, t, empty)
-        seconds = least_seconds(calls, rounds)
-        found[str(n)] = {"us_per_token": {k: 1e6 * s / n for k, s in seconds.items()}, "errors": errors}
+        timings = measured(calls, rounds, 0.0)
+        found[str(n)] = {
+            "us_per_token": {k: 1e6 * t.seconds / n for k, t in timings.items()},
+            "errors": errors,
+        }
         print(n, found[str(n)])
     token = torch.zeros(1, 1, dtype=torch.int64)
-    steps = least_seconds({k: lambda f=f: f(token, empty) for k, f in functions.items()}, 40 * rounds)
-    found["step"] = {"us": {k: 1e6 * s for k, s in steps.items()}}
+    steps = measured({k: lambda f=f: f(token, empty) for k, f in functions.items()}, rounds, 0.1 * rounds)
+    found["step"] = {"us": {k: 1e6 * t.seconds for k, t in steps.items()}}
     print("step", found["step"])
     return found
 
@@ -102,16 +94,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     report = {
-        "torch": torch.__version__,
         "onnxruntime": onnxruntime.__version__,
-        "processor": platform.processor() or platform.machine(),
-        "threads": options.threads,
         "model": "LanguageModelConfig()",
         "batch": 1,
         "figures": measure(options.lengths, options.rounds, options.threads),
     }
     if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        save(options.out, report)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 
 from dataclasses import dataclass
 
-from linrope.cli.bench.scaling import state_bytes
+from benchmarks.bench.scaling import state_bytes
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ import multiprocessing
 import statistics
 import sys
 import time
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from linrope.cli.bench.benchmark import machine
+from benchmarks.measuring import machine, save
 from linrope.cli.demonstration import LINEAR, SOFTMAX
 from linrope.decode import Engine, Generation
 from linrope.models import LanguageModel, LanguageModelConfig, generate
@@ -211,7 +210,6 @@ def main() -> None:
     }
     check(models)
     result: dict[str, Any] = {
-        "date": str(date.today()),
         "machine": machine() | {"clock": "CPU time of one thread, minima; over HTTP: wall time"},
         "case": {name: getattr(options, name) for name in ("context", "tokens", "rounds")},
         "parameters": {name: sum(x.numel() for x in model.parameters()) for name, model in models.items()},
@@ -237,7 +235,7 @@ def main() -> None:
     process.terminate()
     print(json.dumps(result["server"], indent=1))
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(options.out, result)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ minima of the rounds; memory is what the peak of the process grows by.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -19,10 +18,10 @@ from typing import Any
 
 import torch
 import transformers
-from drafts import VOCABULARY, make
 from tokenizers import Tokenizer, models
 
-from linrope.cli.bench.benchmark import machine, peak_memory
+from benchmarks.drafts import VOCABULARY, make
+from benchmarks.measuring import peak_memory, save
 from linrope.decode import Engine, Generation
 from linrope.integrations import transformers as linrope_transformers
 
@@ -136,7 +135,7 @@ def main() -> None:
         settings = {
             name: getattr(options, name) for name in ("layers", "requests", "tokens", "rounds", "dtype")
         }
-        options.out.write_text(json.dumps({"machine": machine(), **settings, "rows": rows}, indent=1) + "\n")
+        save(options.out, settings | {"rows": rows})
 
 
 def measure(sides: dict[str, Callable[[], dict[str, Any]]], rounds: int) -> list[dict[str, Any]]:

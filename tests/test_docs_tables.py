@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from benchmarks.configurations import FAMILIES
 from docs import families, gpu_tables, tables
-from linrope.cli.bench.families import CONFIGURATIONS
 
 
 @pytest.mark.parametrize("page", tables.PAGES)
@@ -41,7 +41,7 @@ def test_of_each_kind_the_longest_of_at_most_2048_tokens_is_shown() -> None:
     ]
     shown = [(row["kind"], row["batch"], row["length"]) for row in families.longest(rows)]
     assert shown == [(*case, 2048) for case in families.CASES]
-    assert families.MODELS.keys() <= CONFIGURATIONS.keys()
+    assert families.MODELS.keys() <= FAMILIES.keys()
 
 
 # A GPU's tables

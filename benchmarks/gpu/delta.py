@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.bench.cases import AttentionCase
 from benchmarks.gpu.machine import Machine, Row, Shape, each, finite, whole
 from benchmarks.gpu.operation import extra_memory, measured, step_row
-from benchmarks.bench.cases import AttentionCase
 from linrope.conformance.bounds import FACTOR, SHARE
 
 GDN, KDA = "erase with gates", "erase, decay per unit"

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.bench.cases import AttentionCase
 from benchmarks.gpu.machine import (
     L2_CACHE,
     MODES,
@@ -27,7 +28,6 @@ from benchmarks.gpu.machine import (
     whole,
 )
 from linrope import LinearAttentionState, linear_rope_attention
-from linrope.cli.bench.cases import AttentionCase
 
 SOFTMAX = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
 MOST_LAYERS = 128  # in a decoding step, whose states together exceed the L2 cache, as in a model

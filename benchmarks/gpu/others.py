@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.bench.cases import AttentionCase
 from benchmarks.gpu.delta import (
     CHECKED,
     GDN,
@@ -32,7 +33,6 @@ from benchmarks.gpu.delta import (
 from benchmarks.gpu.machine import TOLERANCE, Machine, Row, Shape, compare, each, whole
 from benchmarks.gpu.operation import case_of, measured, share_of_copy, step_row
 from linrope import Rotary, linear_rope_attention
-from linrope.cli.bench.cases import AttentionCase
 from linrope.operation.from_sums import state_from_sums
 
 Function = Callable[[], Tensor]

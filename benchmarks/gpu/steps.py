@@ -9,7 +9,7 @@ import triton
 
 from benchmarks.gpu import commands, curves, delta, host, models, operation, others, tiles
 from benchmarks.gpu.machine import Machine, Row
-from linrope.cli.bench.benchmark import machine as description
+from benchmarks.measuring import machine as description
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from linrope_kernels import tiles as table
 from linrope_kernels.tiles import Tile
 from torch import Tensor
 
+from benchmarks.bench.cases import AttentionCase
 from benchmarks.gpu.delta import GDN, KDA, DeltaCase
 from benchmarks.gpu.machine import Machine, Row, each
 from benchmarks.gpu.operation import case_of
-from linrope.cli.bench.cases import AttentionCase
 
 Key = tuple[str, int]  # kernel, size
 BY_UNIT = " by unit"  # ends the names of kernels that have other tiles for a decay per unit

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.measuring import machine
 from benchmarks.study import lines, peers, plan
 from benchmarks.study.lines import Line
 from benchmarks.study.tasks import Task
 from benchmarks.study.training import BETAS, CLIP, WARM_UP, WEIGHT_DECAY, train
 from benchmarks.study.variants import VARIANTS, build, family, state_numbers
-from linrope.cli.bench.benchmark import machine
 from linrope.versions import versions
 
 

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from linrope import Rotary, linear_rope_attention
-from linrope.cli.bench.benchmark import peak_memory
 from linrope.rotation.rotary import grid_positions
 
 
@@ -94,6 +93,8 @@ def use_linrope(model: Any, frames: int | None = None) -> None:
 
 def measured(function: Callable[[], Any]) -> tuple[float, int]:
     """This thread's seconds in a call, and the bytes by which the process grows in one (0: unknown)."""
+    from benchmarks.measuring import peak_memory  # of the repository
+
     start = time.thread_time()
     function()
     return time.thread_time() - start, peak_memory(function) or 0

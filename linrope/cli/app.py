@@ -8,7 +8,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 import linrope
-from linrope.cli.bench.command import bench
+from linrope.cli.bench import SETTINGS as BENCH_SETTINGS
+from linrope.cli.bench import bench
 from linrope.cli.check import check
 from linrope.cli.checks import check_at_least, check_folder
 from linrope.cli.console import console
@@ -234,7 +235,11 @@ def plot(
     return 0
 
 
-app.command(short_help="Measure against softmax attention and installed peers.")(bench)
+app.command(
+    "bench",
+    short_help="Measure against softmax attention and installed peers.",
+    context_settings=BENCH_SETTINGS,
+)(bench)
 
 
 @app.command(short_help="Show versions and available backends.")

@@ -97,11 +97,3 @@ def load_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor]
     if metadata.pop("digest", None) != digest(tensors, metadata):
         raise ValueError(f"{path}: damaged: its digest does not match its contents")
     return tensors, metadata
-
-
-def unused(folder: Path, name: str) -> Path:
-    """The path of a new JSON file: neither it nor a .png of the same name exists yet."""
-    path, number = folder / f"{name}.json", 2
-    while path.exists() or path.with_suffix(".png").exists():
-        path, number = folder / f"{name}-{number}.json", number + 1
-    return path

@@ -18,6 +18,7 @@ from linrope_kernels import start, tiles
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.bench.cases import AttentionCase
 from benchmarks.gpu import commands, curves, delta, host, machine, operation, others
 from benchmarks.gpu import tiles as tile_step
 from benchmarks.gpu.machine import Machine
@@ -26,7 +27,6 @@ from benchmarks.gpu.steps import STEPS
 from benchmarks.study import peers
 from benchmarks.study.variants import num_parameters
 from linrope import Rotary, linear_rope_attention
-from linrope.cli.bench.cases import AttentionCase
 from linrope.integrations import fla
 from linrope.models.training import Corpus
 

@@ -10,13 +10,14 @@ def test_the_demo_shows_two_models_of_one_size_after_the_same_time(run, tmp_path
     text = "def main():\n    return 'a rose is a rose'\n"
     corpus = Corpus.from_texts([text * (20 + i) for i in range(20)])
     monkeypatch.setattr(demonstration.Corpus, "load", lambda: corpus)
-    for part in ("measure", "stream"):  # tested by themselves
-        monkeypatch.setattr(demonstration, part, lambda *_, **__: None)
+    monkeypatch.setattr(demonstration, "stream", lambda *_, **__: None)  # tested by itself
+    monkeypatch.setattr(demonstration, "_LENGTHS", (20, 40))
     shown = " ".join(run("demo --seconds 0.1 --out {tmp}").split())
     assert re.search(
         r"held-out files after 0\.1 s each: \d\.\d\d linear, \d\.\d\d softmax attention; ", shown
     )
     assert re.search(r"after \d+ steps; with more --seconds, such as 600, the text gets better", shown)
+    assert re.search(r"next byte -+ 20( \d+\.\d){4} 40( \d+\.\d){4}$", shown.replace("─", "-")), shown
     assert "with one seed, each at the best of three learning rates" in shown
     assert demonstration.RATES.keys() == {"linear", "softmax"}
     assert set(demonstration.RATES.values()) <= set(Task.learning_rates)  # the rule of the study

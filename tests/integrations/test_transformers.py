@@ -11,9 +11,9 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
+from benchmarks.bench import families
 from linrope import backends
 from linrope.backends import native
-from linrope.cli.bench import families
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers import families as replaced
 from linrope.integrations.transformers import shared
@@ -83,7 +83,7 @@ def test_logits_and_gradients(family: str, training: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("decays", ["as made", "as Mamba-2 starts"])
-@pytest.mark.parametrize("family", families.CONFIGURATIONS)
+@every_family
 def test_logits_and_gradients_at_a_realistic_width(family: str, decays: str) -> None:
     """Models 1,024 wide, as ``linrope bench --transformers`` makes them.
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.bench import checks
+from benchmarks.bench.cases import AttentionCase
 from linrope import feature_maps
-from linrope.cli.bench import checks
-from linrope.cli.bench.cases import AttentionCase
 
 Attend = Callable[[], Tensor]
 

@@ -13,11 +13,14 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from linrope.cli.bench.benchmark import Effort, attention_row, overtaking
-from linrope.cli.bench.cases import AttentionCase, Case, DecodeCase
-from linrope.cli.bench.peers import peers_of
-from linrope.cli.bench.report import noise_warning
-from linrope.cli.bench.timing import measured, typical_seconds
+from benchmarks.bench import families
+from benchmarks.bench.cases import AttentionCase, Case, DecodeCase
+from benchmarks.bench.peers import peers_of
+from benchmarks.bench.report import noise_warning
+from benchmarks.bench.rows import Effort, attention_row, overtaking
+from benchmarks.measuring import measured
+from linrope import backends
+from linrope.layer.options import DECAYS
 
 FAST = "--budget 0.01 --rounds 1 --out {tmp} "
 
@@ -66,6 +69,12 @@ def test_bench_writes_what_it_prints_and_overwrites_nothing(run, refused, tmp_pa
     assert "no length and no position in common" in refused(f"bench --compare {first} {second}")
 
 
+def test_the_help_lists_all_names_that_an_option_takes(run) -> None:
+    # The texts are written out, since the modules that define the names import PyTorch.
+    names = {*DECAYS, *(set(backends.NAMES) - {"onnx"}), *map(str, families.LENGTHS)}
+    assert names <= set(re.findall(r"[\w-]+", re.sub(r"-\s+", "-", run("bench --help"))))
+
+
 def test_table_and_plot_of_decoding_show_the_ratio_of_the_layer(run, tmp_path, monkeypatch) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(plt, "close", figures.append)
@@ -95,7 +104,7 @@ def test_without_decode_at_no_step_comes_after_the_longest_length(
     options: str, positions: list[int], run, monkeypatch
 ) -> None:
     chosen: list[list[int]] = []
-    monkeypatch.setattr("linrope.cli.bench.run.measure", lambda case, lengths, at, *_: chosen.append(at))
+    monkeypatch.setattr("benchmarks.bench.run.measure", lambda case, lengths, at, *_: chosen.append(at))
     run(f"bench {options}")
     assert chosen == [positions]
 
@@ -171,7 +180,7 @@ CASES: list[Any] = [
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_every_option_is_checked_against_float64(options: dict[str, Any]) -> None:
     case = Case(**{"heads": 4, "dim": 16, **options})
-    attention, step = AttentionCase(70, **vars(case)), DecodeCase(90, case)
+    attention, step = AttentionCase(70, **vars(case)), DecodeCase(90, **vars(case))
     attention.check()
     attention.check_softmax()
     step.check()
@@ -220,9 +229,9 @@ def test_a_wrong_gradient_is_seen(index: int, label: str) -> None:
 def test_a_single_thread_s_times_are_minima_and_others_medians(monkeypatch) -> None:
     for threads, clock, expected in ((1, "thread_time", 1.0), (2, "perf_counter", 2.0)):
         now = iter([0.0, *(x for pair in ((0.0, 1.0), (1.0, 3.0), (3.0, 6.0)) for x in pair)])
-        monkeypatch.setattr(f"linrope.cli.bench.timing.time.{clock}", lambda now=now: next(now))
+        monkeypatch.setattr(f"benchmarks.measuring.time.{clock}", lambda now=now: next(now))
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert typical_seconds({"": lambda: None}, rounds=1, budget=6.0) == {"": expected}
+        assert measured({"": lambda: None}, rounds=1, budget=6.0)[""].seconds == expected
 
 
 ROUNDS = {
@@ -243,7 +252,7 @@ def test_rounds_that_differ_are_measured_again_and_have_noise(
         nonlocal now
         now += next(calls)
 
-    monkeypatch.setattr("linrope.cli.bench.timing.time.perf_counter", lambda: now)
+    monkeypatch.setattr("benchmarks.measuring.time.perf_counter", lambda: now)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     (timing,) = measured({"": function}, rounds=4, budget=0.0).values()
     assert timing == (statistics.median(sixteenths) / 16, noise)

@@ -1,24 +1,18 @@
 """Measures the cases of cases.py: times, memory, and figures derived from them."""
 
-import ctypes
 import math
 import os
-import platform
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import linrope
-from linrope.backends import native
-from linrope.cli.bench.cases import AttentionCase, Case, DecodeCase
-from linrope.cli.bench.peers import peers_of
-from linrope.cli.bench.timing import Timing, clock_name, measured, typical_seconds
+from benchmarks.bench.cases import AttentionCase, Case, DecodeCase
+from benchmarks.bench.peers import peers_of
+from benchmarks.measuring import Timing, measured, peak_memory
 
 CHUNK = 32  # C of the operation count
 _STEPS = 20  # decoding steps per measurement
@@ -29,70 +23,9 @@ def flop_per_token_head(f: int, e: int) -> int:
     return 2 * CHUNK * f + CHUNK * e + 4 * f * e
 
 
-def peak_memory(function: Callable[[], Any], device: str = "cpu") -> int | None:
-    """The peak memory of a call of function, in bytes, including its result.
-
-    On a CPU it is the growth of the process (Linux only), on a GPU PyTorch's allocations.
-    """
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        start = torch.cuda.memory_allocated(device)
-        result = function()
-        del result
-        return torch.cuda.max_memory_allocated(device) - start
-    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not status.exists():
-        return None
-
-    def read(key: str) -> int:
-        line = next(line for line in status.read_text().splitlines() if line.startswith(key))
-        return int(line.split()[1]) * 1024
-
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # otherwise the call could reuse memory freed before, unnoticed
-        clear.write_text("5")  # resets the peak to the current size
-    except (OSError, AttributeError):
-        return None
-    size = read("VmRSS:")
-    result = function()
-    peak = read("VmHWM:")
-    del result
-    return peak - size
-
-
 def matmul_case(case: Case) -> Callable[[], Tensor]:
     a, b, out = torch.randn(3, 1024, 1024).to(case.device, case.dtype)
     return lambda: torch.mm(a, b, out=out)
-
-
-def machine(device: str = "cpu") -> dict[str, Any]:
-    """Describes the machine and the software of a measurement."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {
-        "cpu": model,
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device,
-        "clock": clock_name(device),
-        "instruction_set": native.instruction_set(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "linrope": linrope.__version__,
-        "commit": _commit(),
-    }
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that linrope runs from; None if it is not a checkout."""
-    command = ["git", "-C", str(Path(linrope.__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
 
 
 @dataclass(frozen=True)
@@ -173,7 +106,7 @@ def _softmax_seconds(sizes: Case, n: int, previous: dict[str, Any] | None, mode:
         return 0.0
     case = AttentionCase(1024, **vars(sizes))
     run = {"": partial(getattr(case, mode), case.softmax)}
-    return (n / 1024) ** 2 * typical_seconds(run, 1, 0.1, sizes.device)[""]
+    return (n / 1024) ** 2 * measured(run, 1, 0.1, sizes.device)[""].seconds
 
 
 def overtaking(rows: list[dict[str, Any]], mode: str) -> int | None:
@@ -241,7 +174,7 @@ def _two_threads(call: Callable[[], Any], effort: Effort) -> float:
 
 def decode_rows(sizes: Case, positions: list[int], effort: Effort) -> list[dict[str, Any]]:
     """The time per token at each position. linrope's steps at all positions take turns, to be comparable."""
-    cases = [DecodeCase(position, sizes) for position in positions]
+    cases = [DecodeCase(position, **vars(sizes)) for position in positions]
     for case in cases:
         case.check()
     kinds = ("linrope", "linrope_donated", "linrope_layer")

@@ -4,15 +4,15 @@ Each case compares both sides with float64 (checks.py) before they are timed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.bench import checks
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
-from linrope.cli.bench import checks
 from linrope.common.private_names import softmax_kernel
 from linrope.decode import prepare, prepare_attention, why_not
 from linrope.decode.attention_step import AttentionStep
@@ -37,7 +37,7 @@ class Case:
     gates: bool = False  # random forget gates per key/value head
     backend: str = "auto"
 
-    def options(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments of ``linear_rope_attention``, without the gates.
 
         Raises:
@@ -81,26 +81,12 @@ def shape_of(case: Case) -> dict[str, Any]:
     }
 
 
-@dataclass
-class AttentionCase:
-    """Causal self-attention on (b, n, h, d)."""
+class AttentionCase(Case):
+    """Causal self-attention on (b, n, h, d). The other arguments are those of ``Case``."""
 
-    n: int
-    batch: int = 1
-    heads: int = 8
-    dim: int = 64
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32
-    kv_heads: int | None = None
-    feature_map: str | dict[str, Any] = "elu+1"
-    decay: str | None = None
-    gates: bool = False
-    backend: str = "auto"
-    inputs: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        case = Case(**{name: getattr(self, name) for name in Case.__dataclass_fields__})
-        self.options = case.options()
+    def __init__(self, n: int, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.n, self.options = n, self.arguments()
         self.rotary: Rotary = self.options["rotary"]
         generator = torch.Generator(self.device).manual_seed(self.n)
         groups = self.kv_heads or self.heads
@@ -113,7 +99,11 @@ class AttentionCase:
             )
             for heads in (self.heads, groups, groups, self.heads)
         )
-        self.inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+        self.inputs: tuple[Tensor, Tensor, Tensor] = (
+            q.requires_grad_(),
+            k.requires_grad_(),
+            v.requires_grad_(),
+        )
         self.log_decay: Tensor | None = None
         if self.gates:
             gates = torch.rand(self.batch, self.n, groups, generator=generator, device=self.device)
@@ -202,29 +192,25 @@ class AttentionCase:
         checks.check_softmax(self)
 
 
-@dataclass
-class DecodeCase:
+class DecodeCase(Case):
     """One new token for each sequence, after ``position`` tokens: a state against a key/value cache."""
 
-    position: int
-    case: Case = field(default_factory=Case)
-
-    def __post_init__(self) -> None:
-        case = self.case
-        self.heads, self.dim, self.groups = case.heads, case.dim, case.kv_heads or case.heads
-        self.options = case.options()
+    def __init__(self, position: int, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.position, self.options = position, self.arguments()
+        self.groups = self.kv_heads or self.heads
         self.rotary: Rotary = self.options["rotary"]
-        generator = torch.Generator(case.device).manual_seed(self.position)
-        new: dict[str, Any] = {"generator": generator, "device": case.device, "dtype": case.dtype}
-        sizes = (self.heads, self.groups, self.groups)
-        self.token = [torch.randn(case.batch, 1, heads, self.dim, **new) for heads in sizes]
+        generator = torch.Generator(self.device).manual_seed(self.position)
+        new: dict[str, Any] = {"generator": generator, "device": self.device, "dtype": self.dtype}
+        heads_of = self.heads, self.groups, self.groups  # q, k, v
+        self.token = [torch.randn(self.batch, 1, heads, self.dim, **new) for heads in heads_of]
         # The state holds a few keys and is moved to the position: the cost of a step does not depend on them.
-        prompt = [torch.randn(case.batch, 64, heads, self.dim, **new) for heads in sizes]
-        gates = {"log_decay": prompt[1][..., 0].float().abs().div(-8)} if case.gates else {}
-        if case.gates:
+        prompt = [torch.randn(self.batch, 64, heads, self.dim, **new) for heads in heads_of]
+        gates = {"log_decay": prompt[1][..., 0].float().abs().div(-8)} if self.gates else {}
+        if self.gates:
             self.options["log_decay"] = self.token[1][..., 0].float().abs().div(-8)
         _, state = linear_rope_attention(*prompt, **(self.options | gates), return_state=True)
-        self.positions = torch.full((case.batch,), self.position, device=case.device)
+        self.positions = torch.full((self.batch,), self.position, device=self.device)
         self.state = LinearAttentionState(
             state.kv, state.z, self.positions.clone(), state.identity, log_scale=state.log_scale
         )
@@ -236,12 +222,12 @@ class DecodeCase:
             num_kv_heads=self.groups,
             head_dim=self.dim,
             **{name: self.options[name] for name in ("feature_map", "rotary", "normalize", "backend")},
-            decay=case.decay,
-            forget_gate=case.gates,
-            device=case.device,
-            dtype=case.dtype,
+            decay=self.decay,
+            forget_gate=self.gates,
+            device=self.device,
+            dtype=self.dtype,
         ).eval()
-        self.x = torch.randn(case.batch, 1, self.heads * self.dim, **new)
+        self.x = torch.randn(self.batch, 1, self.heads * self.dim, **new)
         self.layer_state: LayerState | None = None
         self.layer_step: PreparedLayer | None = None
         self.cache: tuple[Tensor, Tensor] | None = None
@@ -249,8 +235,8 @@ class DecodeCase:
         self.cis = torch.complex(cos, sin)
 
     def fill_cache(self) -> None:
-        shape = self.case.batch, self.groups, self.position + 1, self.dim
-        new: dict[str, Any] = {"device": self.case.device, "dtype": self.case.dtype}
+        shape = self.batch, self.groups, self.position + 1, self.dim
+        new: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
         self.cache = torch.empty(shape, **new).normal_(), torch.empty(shape, **new).normal_()
 
     def linrope(self) -> Tensor:
@@ -271,7 +257,7 @@ class DecodeCase:
 
     def _prepared(self) -> AttentionStep | None:
         """The operation's step, prepared where the native kernels can take it."""
-        if self.case.device != "cpu" or self.options["backend"] not in ("auto", "native"):
+        if self.device != "cpu" or self.options["backend"] not in ("auto", "native"):
             return None
         fixed = {name: x for name, x in self.options.items() if name not in ("backend", "log_decay")}
         try:
@@ -292,7 +278,7 @@ class DecodeCase:
 
     def softmax_layer(self) -> Tensor:
         """The step with a cache, with the projections of the same layer around it."""
-        layer, b = self.layer, self.case.batch
+        layer, b = self.layer, self.batch
         with torch.no_grad():
             q, k, v = (
                 project(self.x).view(b, 1, -1, self.dim)

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Group
 
-from linrope.cli.bench.report import times
+from benchmarks.bench.report import times
 from linrope.cli.console import plain_table
 from linrope.common.files import parse_json
 

@@ -17,7 +17,7 @@ from linrope import Rotary
 from linrope.conformance.bounds import BOUNDS
 
 if TYPE_CHECKING:
-    from linrope.cli.bench.cases import AttentionCase, DecodeCase
+    from benchmarks.bench.cases import AttentionCase, DecodeCase
 
 EPS = 1e-6  # linear_rope_attention's default
 # Tolerances by dtype, relative to the largest gradient
@@ -159,7 +159,7 @@ def check_step(case: DecodeCase) -> None:
         scale = (q_scale + largest).exp()[..., None]
     slack = SLACK if options["feature_map"].log_scaled else 1
     error = (case.linrope()[:, 0].double().cpu() - num * scale).abs()
-    near = bool((error <= slack * BOUNDS[case.case.dtype] * bound * scale).all())
+    near = bool((error <= slack * BOUNDS[case.dtype] * bound * scale).all())
     _require(near, f"the step is off at position {case.position}")
 
 
@@ -172,5 +172,5 @@ def check_softmax_step(case: DecodeCase) -> None:
         keys, values = (x[0, head // group].double().cpu() for x in case.cache)
         weights = (keys @ q[head] / case.dim**0.5).softmax(0)
         error = (out[head] - weights @ values).abs().max()
-        near = bool(error <= SOFTMAX[case.case.dtype])
+        near = bool(error <= SOFTMAX[case.dtype])
         _require(near, f"softmax attention's step is off at position {case.position}")

@@ -5,19 +5,18 @@ import json
 import pytest
 import torch
 
+from benchmarks.bench import families
+from benchmarks.configurations import FAMILIES, SMALL
 from linrope.backends import native
-from linrope.cli.bench import families
 from linrope.integrations import transformers as linrope_transformers
-from tests.support.families import CONFIGURATIONS, VOCABULARY
+from tests.support.families import CONFIGURATIONS
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "CONFIGURATIONS", CONFIGURATIONS)
-    monkeypatch.setitem(families._SIZES, "hidden_size", 48)
-    monkeypatch.setitem(families._SIZES, "vocab_size", VOCABULARY)
+    monkeypatch.setattr(families, "SIZE", SMALL)
 
 
 @pytest.mark.usefixtures("small")
@@ -62,4 +61,4 @@ def test_outputs_that_differ_are_an_error(monkeypatch) -> None:
 
 
 def test_configurations_build_layers_of_the_family() -> None:
-    assert set(families.CONFIGURATIONS) == set(linrope_transformers.FAMILIES)
+    assert set(FAMILIES) == set(linrope_transformers.FAMILIES)

@@ -1,11 +1,10 @@
 """Measures how sequences in shards scale over processes: ``linrope bench --distributed``.
 
-    torchrun --nproc-per-node 2 -m linrope.cli.bench.scaling [tokens [heads [dim]]]
+    torchrun --nproc-per-node 2 -m benchmarks.bench.scaling [tokens [heads [dim]]]
 
 measures one group and prints a line of JSON. Each process has one thread.
 """
 
-import datetime
 import json
 import os
 import statistics
@@ -21,8 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from linrope.cli.bench.benchmark import machine
-from linrope.common.files import replace_file
+from benchmarks.measuring import save_new
 from linrope.distributed.shard import Shard
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.operation.functional import linear_rope_attention
@@ -111,21 +109,16 @@ def scale(groups: list[int], tokens: int, heads: int, dim: int, out: Path, conso
                 console.print(f"{size} processes, {total:,} tokens ({kind})")
                 measured[total] = _run_group(size, total, heads, dim)
             rows.append({"scaling": kind} | measured[total])
-    today = datetime.date.today().isoformat()
     case = {"tokens": tokens, "heads": heads, "dim": dim, "threads": 1, "backend": "gloo"}
-    result = {"date": today, "machine": machine("cpu"), "case": case, "rows": rows}
     console.print(_table(rows), soft_wrap=False)
-    path, number = out / f"distributed-{today}.json", 2
-    while path.exists():
-        path, number = out / f"distributed-{today}-{number}.json", number + 1
-    replace_file(path, lambda temporary: temporary.write_text(json.dumps(result, indent=1) + "\n"))
+    path = save_new(out, "distributed", {"case": case, "rows": rows})
     console.print(f"written: {path}")
     return path
 
 
 def _run_group(size: int, tokens: int, heads: int, dim: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command += ["-m", "linrope.cli.bench.scaling", str(tokens), str(heads), str(dim)]
+    command += ["-m", "benchmarks.bench.scaling", str(tokens), str(heads), str(dim)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

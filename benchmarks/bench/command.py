@@ -100,7 +100,7 @@ def bench(
         if context.params[kind]:
             _check_choices(context, kind)
     if compare is not None:
-        from linrope.cli.bench import comparison
+        from benchmarks.bench import comparison
 
         console.print(comparison.compare(*(comparison.read(path) for path in compare)), soft_wrap=False)
         return 0
@@ -117,22 +117,22 @@ def bench(
     if decode_at is not None:
         places = _integers("--decode-at", decode_at, 2**31 - 2**20)
     if distributed:
-        from linrope.cli.bench import scaling
+        from benchmarks.bench import scaling
 
         scaling.scale(_integers("--distributed", distributed, 65), max_length, heads, dim, out, console)
         return 0
     import torch
 
+    from benchmarks.bench.cases import Case
+    from benchmarks.bench.rows import Effort
+    from benchmarks.bench.run import measure
     from linrope import backends, feature_maps
-    from linrope.cli.bench.benchmark import Effort
-    from linrope.cli.bench.cases import Case
-    from linrope.cli.bench.run import measure
     from linrope.common.argument_checks import check_name
     from linrope.versions import versions
 
     check_name("--dtype", dtype, DTYPES)
     if transformers:
-        from linrope.cli.bench import families
+        from benchmarks.bench import families
 
         torch.set_num_threads(threads or torch.get_num_threads())
         families.compare(transformers, dtype, chosen if lengths else None, rounds, budget, out, console)
@@ -159,7 +159,7 @@ def bench(
         gates,
         backend,
     )
-    case.options()  # reports bad values before anything is measured
+    case.arguments()  # reports bad values before anything is measured
     if threads:
         torch.set_num_threads(threads)
     effort = Effort(softmax_limit, budget, rounds)

@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from linrope.cli.bench.report import times
+from benchmarks.bench.report import times
 from linrope.cli.charts import LINES, LINROPE, SOFTMAX, charts, legend_below, save
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from linrope.cli.bench.timing import NOISY
+from benchmarks.measuring import NOISY
 from linrope.cli.console import plain_table
 
 

@@ -1,0 +1,1 @@
+"""The command ``linrope bench``: attention, models of transformers, and groups of processes."""
