@@ -151,7 +151,7 @@ WRONG = {
     "--distributed x --rounds 2": "--rounds has no effect with --distributed; expected only",
     "--transformers x --heads 4": "--heads has no effect with --transformers;",
     "--transformers mamba2 --dtype float8": "--dtype='float8': expected one of float32, bfloat16, float16",
-    "--transformers mamba": "--transformers='mamba': expected one of bamba",
+    "--transformers mamba": "--transformers='mamba': expected one of bailing_hybrid, bamba",
     "--transformers mamba2 --threads -1": "--threads=-1: expected at least 0",
     "--compare a b": "--out has no effect with --compare; expected no other option",
     "--device tpu9": "--device=tpu9",
