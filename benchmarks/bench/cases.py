@@ -81,6 +81,12 @@ def shape_of(case: Case) -> dict[str, Any]:
     }
 
 
+def rotated(x: Tensor, cis: Tensor) -> Tensor:
+    """x rotated by plain PyTorch operations, as users of softmax attention do."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * cis).flatten(-2).to(x.dtype)
+
+
 class AttentionCase(Case):
     """Causal self-attention on (b, n, h, d). The other arguments are those of ``Case``."""
 
@@ -149,16 +155,12 @@ class AttentionCase(Case):
 
     def softmax(self) -> Tensor:
         q, k, v = self.inputs
-        q, k = self._rotate(q), self._rotate(k)
+        q, k = (rotated(x, self.cis) for x in (q, k))
         grouped = self.kv_heads not in (None, self.heads)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=grouped
         )
         return out.transpose(1, 2)
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * self.cis).flatten(-2).to(x.dtype)
 
     def forward(self, attend: Callable[[], Tensor]) -> Tensor:
         with torch.no_grad():
@@ -295,12 +297,7 @@ class DecodeCase(Case):
         keys, values = self.cache
         grouped = self.groups != self.heads
         with torch.no_grad():
-            q, k = (
-                torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * self.cis)
-                .flatten(-2)
-                .to(x.dtype)
-                for x in (q, k)
-            )
+            q, k = (rotated(x, self.cis) for x in (q, k))
             keys[:, :, -1:], values[:, :, -1:] = k.transpose(1, 2), v.transpose(1, 2)
             return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, enable_gqa=grouped)
 

@@ -1,11 +1,10 @@
 """Other libraries for linear attention, if they are installed, called with the same inputs.
 
-None of them rotates features, so all are timed and compared with float64 without rotation, and without the
-normalizer if they have none.
+Neither rotates features, so both are timed and compared with float64 without rotation. benchmarks/gpu measures those
+that require a GPU.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -15,32 +14,13 @@ from torch.nn import functional as F
 
 from benchmarks.bench import checks
 from benchmarks.bench.cases import AttentionCase
-from linrope import feature_maps
 
 Attend = Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A library: the module of its function, whether it requires a GPU, and whether it normalizes."""
-
-    module: str
-    on_gpu: bool
-    normalize: bool
-    call: Callable[[Any, AttentionCase], Attend]
 
 
 def _features(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = case.inputs
     return F.elu(q) + 1, F.elu(k) + 1, v
-
-
-def _flash_linear_attention(module: Any, case: AttentionCase) -> Attend:
-    def attend() -> Tensor:
-        out: Tensor = module.chunk_linear_attn(*_features(case), scale=1.0, normalize=False)[0]
-        return out
-
-    return attend
 
 
 def _fast_transformers(module: Any, case: AttentionCase) -> Attend:
@@ -65,23 +45,10 @@ def _performer(module: Any, case: AttentionCase) -> Attend:
     return attend
 
 
-def _mamba(module: Any, case: AttentionCase) -> Attend:
-    steps = torch.ones(case.batch, case.n, case.heads, device=case.device)
-    rates = torch.zeros(case.heads, device=case.device)
-
-    def attend() -> Tensor:
-        phi, psi, v = _features(case)
-        out: Tensor = module.mamba_chunk_scan_combined(v, steps, rates, psi, phi, chunk_size=64)
-        return out
-
-    return attend
-
-
-PEERS = {
-    "flash-linear-attention": Peer("fla.ops.linear_attn", True, False, _flash_linear_attention),
-    "fast-transformers": Peer("fast_transformers.attention", False, True, _fast_transformers),
-    "performer-pytorch": Peer("performer_pytorch.performer_pytorch", False, True, _performer),
-    "mamba": Peer("mamba_ssm.ops.triton.ssd_combined", True, False, _mamba),
+# The module of a library, and how its function is called
+PEERS: dict[str, tuple[str, Callable[[Any, AttentionCase], Attend]]] = {
+    "fast-transformers": ("fast_transformers.attention", _fast_transformers),
+    "performer-pytorch": ("performer_pytorch.performer_pytorch", _performer),
 }
 
 
@@ -89,30 +56,24 @@ def peers_of(case: AttentionCase) -> tuple[dict[str, tuple[AttentionCase, Attend
     """The checked peers at this case's sizes, with elu+1 and without decay, and reasons for the others."""
     peers: dict[str, tuple[AttentionCase, Attend]] = {}
     reasons: dict[str, str] = {}
-    for name, peer in PEERS.items():
+    for name, (path, call) in PEERS.items():
         try:
-            module = import_module(peer.module)
+            module = import_module(path)
         except Exception as error:  # an import of another library may raise anything
-            missing = isinstance(error, ModuleNotFoundError) and error.name == peer.module.split(".")[0]
+            missing = isinstance(error, ModuleNotFoundError) and error.name == path.split(".")[0]
             reasons[name] = "not installed" if missing else f"cannot be imported: {_line(error)}"
             continue
-        if peer.on_gpu and torch.device(case.device).type != "cuda":
-            reasons[name] = "requires a GPU"
-        elif (case.kv_heads or case.heads) != case.heads:
+        if case.kv_heads not in (None, case.heads):
             reasons[name] = "does not support grouped heads"
-        else:
-            try:
-                plain = AttentionCase(case.n, case.batch, case.heads, case.dim, case.device, case.dtype)
-                attend = peer.call(module, plain)
-                options: dict[str, Any] = {
-                    "feature_map": feature_maps.make("elu+1", case.dim),
-                    "rotary": None,
-                }
-                options |= {"normalize": peer.normalize, "decay": None}
-                checks.check_attention(plain, attend, name, options, checks.SLACK)  # their eps differs
-                peers[name] = plain, attend
-            except Exception as error:  # a failure of a peer must not stop the benchmark
-                reasons[name] = f"failed: {_line(error)}"
+            continue
+        try:
+            plain = AttentionCase(case.n, case.batch, case.heads, case.dim, case.device, case.dtype)
+            attend = call(module, plain)
+            unrotated = plain.options | {"rotary": None}
+            checks.check_attention(plain, attend, name, unrotated, checks.SLACK)  # their eps differs
+            peers[name] = plain, attend
+        except Exception as error:  # a failure of a peer must not stop the benchmark
+            reasons[name] = f"failed: {_line(error)}"
     return peers, reasons
 
 

@@ -154,16 +154,6 @@ def packed_row(on: Machine, shape: Shape) -> Row:
 # Softmax attention
 
 
-def check_softmax(case: AttentionCase) -> None:
-    """AssertionError: the first rows of the last head differ from softmax attention in float64."""
-    q, k, v = (x.detach()[-1:, :WINDOW, -1:].double() for x in case.inputs)
-    positions = torch.arange(q.shape[1], device=case.device)
-    q, k = (case.rotary(x, positions).transpose(1, 2) for x in (q, k))
-    with sdpa_kernel(SDPBackend.MATH):
-        exact = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True).transpose(1, 2)
-    compare("softmax", case.forward(case.softmax)[-1:, :WINDOW, -1:], exact, TOLERANCE[case.dtype])
-
-
 def softmax_row(on: Machine, shape: Shape, backends: tuple[str, ...] | None = None) -> Row:
     """Times of linrope and of the available backends; only the forward pass of one half as fast as an earlier one."""
     row = linrope_row(on, shape) | {"functions": {}, "not_run": {}}
@@ -176,7 +166,7 @@ def softmax_row(on: Machine, shape: Shape, backends: tuple[str, ...] | None = No
     for name in backends:
         try:
             with sdpa_kernel(getattr(SDPBackend, name)):
-                check_softmax(case)
+                case.check_softmax()
                 row["functions"][name] = measured(on, case, case.softmax, ("forward",))
                 times = [x["forward"]["median_ms"] for key, x in row["functions"].items() if key in backends]
                 if times[-1] <= 2 * min(times):

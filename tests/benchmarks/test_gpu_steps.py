@@ -78,6 +78,16 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Pretended("cpu", small=True, limit=120)
 
 
+@pytest.fixture
+def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rule, and small heads: tests/backends and tests/kernels run all rules and tiles."""
+    for module in (delta, others):
+        monkeypatch.setattr(module, "SMALL", (1, 40, 1, 16))
+    for name in ("RULES", "GATED"):
+        monkeypatch.setattr(delta, name, (delta.KDA,))
+
+
+@pytest.mark.usefixtures("fewer")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.long] if x in LONG else []) for x in STEPS]
 )
@@ -190,13 +200,13 @@ def test_the_softmax_side_is_softmax_attention_with_linrope_s_rotary() -> None:
 
 def test_a_wrong_softmax_side_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = small()
-    operation.check_softmax(case)
+    case.check_softmax()
     case.cis = case.cis.conj()
     monkeypatch.setattr(operation, "case_of", lambda *_: case)
     monkeypatch.setattr(operation, "linrope_row", lambda *_: {})
     row = operation.softmax_row(DRY, (2, 70, 2, 16), ("MATH",))
     assert row["functions"] == {}
-    assert "softmax is off" in row["not_run"]["MATH"]
+    assert "softmax attention's output is off" in row["not_run"]["MATH"]
 
 
 def test_a_backend_that_does_not_run_is_noted_and_a_slow_one_not_followed_up(monkeypatch) -> None:
@@ -213,7 +223,7 @@ def test_a_backend_that_does_not_run_is_noted_and_a_slow_one_not_followed_up(mon
         return median(**dict.fromkeys(modes, 0.1 if attend.__name__ == "bare" else milliseconds[seen[-1]]))
 
     monkeypatch.setattr(operation, "measured", measured)
-    monkeypatch.setattr(operation, "check_softmax", check_softmax)
+    monkeypatch.setattr(AttentionCase, "check_softmax", check_softmax)
     monkeypatch.setattr(operation, "linrope_row", lambda *_: {})
     row = operation.softmax_row(DRY, (2, 70, 2, 16), backends)
     assert list(row["not_run"]) == ["CUDNN_ATTENTION"]
