@@ -16,7 +16,6 @@ WORDS = {
     "versions": "show_versions",
     "decode": "generation, serving",
     "distributed": "several processes",
-    "position_encodings": "for comparison",
     "layer": "LinearRoPEAttention and its options",
     "ops": "convolution, gates, norm",
     "operation": "linear_rope_attention: checks, plan",

@@ -20,7 +20,7 @@ FLOORS = [
     {"__main__"},
     {"cli"},
     {"first_use", "integrations", "models", "versions"},
-    {"decode", "distributed", "position_encodings"},
+    {"decode", "distributed"},
     {"layer"},
     {"ops"},
     {"operation"},

@@ -23,7 +23,7 @@ STRANGE = [
 ]  # fmt: skip
 _OPTIONS = {
     "train": "out config steps batch-size accumulation sequence-length pieces gradients-through-pieces "
-    "learning-rate warmup-steps weight-decay clip tokenizer embed-dim layers heads feature-map attention positions "
+    "learning-rate warmup-steps weight-decay clip tokenizer embed-dim layers heads feature-map attention "
     "rotary decay forget-gate short-conv qk-norm seed save-every resume device stepz help",
     "generate": "checkpoint prompt max-new-tokens temperature top-k top-p seed device",
     "eval": "checkpoint length sequences out device",

@@ -101,7 +101,7 @@ from linrope import LinearRoPEAttention
 from linrope.layer.config import LayerConfig
 from linrope.models import LanguageModelConfig
 from linrope.models.encoder_decoder import Decoder, Encoder
-from linrope.position_encodings import SoftmaxAttention
+from linrope.layer.softmax_attention import SoftmaxAttention
 
 LinearRoPEAttention(64, 4, forget_gate={"longest": 9}, short_conv=4, gate=True, decay=[0.5] * 4)
 LinearRoPEAttention(64, 4, short_cov=4)

@@ -12,7 +12,6 @@ from linrope import feature_maps
 from linrope.decode import why_not
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.encoder_decoder import Decoder, Encoder
-from linrope.position_encodings import RELATIVE
 from tests.layer.cases import ALL, every_option, inputs, make, needs_native, numbers
 
 
@@ -89,8 +88,6 @@ MODELS = {
     "hedgehog": {"feature_map": "hedgehog", "rotary": "selective"},
     "favor+": {"feature_map": "favor+", "decay": "learned", "forget_gate": True, "write_gate": "independent"},
     "softmax": {"attention": "softmax"},
-    "learned positions": {"attention": "softmax", "positions": "learned"},
-    **{name: {"attention": "softmax", "positions": name} for name in RELATIVE},
 }
 every_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 
