@@ -175,8 +175,6 @@ def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
     sizes = {"embed_dim": options["embed_dim"], "num_heads": options["heads"]}
     flags = {name: options[name] for name in FLAGS if name in options}
     chosen = chosen_options(flags, LayerConfig.block(**sizes))
-    if chosen.get("feature_map") == "cosformer":  # which refuses positions from max_length on
-        chosen["feature_map"] = {"name": "cosformer", "max_length": max(length, 4096)}
     config = LanguageModelConfig(
         vocab_size=vocab_size,
         num_layers=options["layers"],

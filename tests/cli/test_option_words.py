@@ -18,7 +18,7 @@ from tests.cli.commands import SMALL
 COMMANDS = ("train", "convert")
 # Names and values of Python, but for those of options: True, feature_map, {'name': .., UnitMap(16
 PYTHON = re.compile(r"\b(True|False|None)\b|[{\[]'|\w\(|(?<![\w./-])[a-z]+_[a-z_]+")
-SIGNED = ("identity", "silu", "unit", "rff")
+SIGNED = ("identity", "silu", "unit")
 OTHERS = {
     "train": [
         "--attention softmax", "--heads 3", "--pieces 2",
@@ -90,8 +90,6 @@ def test_no_refusal_of_a_pair_of_options_has_words_of_python(command: str, tmp_p
 REFUSED = {
     "train --trapezoid --feature-map favor+": "--feature-map='favor+': its features have scales, which the "
     "trapezoidal rule does not support; expected another map, such as 'elu+1'",
-    "train --trapezoid --feature-map cosformer": "--feature-map=cosformer: its features depend on positions, "
-    "which the trapezoidal rule does not support; expected another map, such as 'elu+1'",
     "train --trapezoid --no-out-norm": "--trapezoid: got no --out-norm per head in place of the normalizer, which "
     "the trapezoidal rule lacks; expected --out-norm",
     "train --trapezoid --skip before": "--trapezoid: got --skip='before', with which the --out-norm does not "

@@ -73,7 +73,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "normalize": False,
     },
     "--attention softmax": UNGATED,
-    "--feature-map cosformer": {"feature_map": {"name": "cosformer", "max_length": 4096}},
 }
 
 

@@ -185,7 +185,7 @@ def test_state_memory_does_not_grow(model: LanguageModel) -> None:
         {"decay": "retnet"},
         {**GATES, "decay": {"name": "learned", "longest": 100}, "qk_norm": True,
          "rotary": {"name": "selective", "bound": "add"}},
-        {"feature_map": {"name": "dpfp", "nu": 2}},
+        {"feature_map": {"name": "paired", "inner": "relu"}},
         {"rotary": None, "gate": False, "out_norm": False},
         {"num_value_heads": 4, "qk_norm": True, "qk_bias": True, "trapezoid": True},
         {"feature_map": "silu", "normalize": False},
