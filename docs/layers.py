@@ -17,7 +17,6 @@ WORDS = {
     "conformance": "the bounds",
     "decode": "generation, serving",
     "distributed": "several processes",
-    "position_encodings": "for comparison",
     "layer": "LinearRoPEAttention and its options",
     "ops": "convolution, gates, norm",
     "operation": "linear_rope_attention: checks, plan",

@@ -3,8 +3,8 @@
 import torch
 
 from docs.drawing import save
+from docs.examples.position_encodings import long_term_decay
 from linrope.cli.charts import BLUE, LINROPE, charts
-from linrope.position_encodings import long_term_decay
 
 PUBLISHED = {0: 32.5, 8: 19.8, 50: 12.6, 100: 10.2, 250: 6.55}  # RoFormer section 3.4.3
 

@@ -11,7 +11,7 @@ from torch import nn
 from docs.drawing import save
 from linrope import LinearRoPEAttention
 from linrope.cli.charts import GREY, LINROPE, SOFTMAX, charts
-from linrope.position_encodings import SoftmaxAttention
+from linrope.layer.softmax_attention import SoftmaxAttention
 
 LAYERS, WIDTH, HEADS = 4, 512, 8
 LONGEST = 2**20

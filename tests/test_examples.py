@@ -7,7 +7,7 @@ from tests.support.examples import load
 
 pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="examples run on the CPU")
 
-streaming, vision = load("streaming"), load("vision")
+streaming, vision, encoder_decoder = load("streaming"), load("vision"), load("encoder_decoder")
 
 
 def test_sequences_that_join_at_any_time_and_forks_stream_as_each_alone(capsys) -> None:
@@ -66,3 +66,41 @@ def test_without_the_rotation_the_order_of_the_patches_is_lost() -> None:
     plain, turned = vision.Encoder(None), vision.Encoder(vision.GRID)
     torch.testing.assert_close(plain(mixed), plain(images))
     assert not torch.allclose(turned(mixed), turned(images), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"decay": "spread"}, {"forget_gate": True, "short_conv": 4}], ids=str
+)
+def test_a_decoder_s_steps_give_what_one_call_gives_and_padding_changes_nothing(options) -> None:
+    torch.manual_seed(0)
+    encoder = encoder_decoder.Encoder(24, 2, 2).double()
+    decoder = encoder_decoder.Decoder(16, 2, 2, 24, **options).double()
+    x, read = (torch.randn(2, n, dim, dtype=torch.float64) for n, dim in ((6, 16), (9, 24)))
+    mask = torch.arange(9) < torch.tensor([[9], [5]])
+    context = encoder(read, mask)
+    whole, _ = decoder(x, context, mask)
+    y, states = decoder(x[:, :2], context, mask)
+    parts = [y]
+    for token in x[:, 2:].split(1, 1):
+        y, states = decoder(token, states=states)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+    alone, _ = decoder(x[1:], encoder(read[1:, :5]))
+    torch.testing.assert_close(alone, whole[1:], rtol=0, atol=1e-12)
+    later = torch.cat((x[:, :4], x[:, :2]), 1)  # a decoder sees the past alone, and all of the context
+    assert torch.equal(decoder(later, context, mask)[0][:, :4], whole[:, :4])
+    assert not torch.allclose(decoder(x, context.sin(), mask)[0][:, :1], whole[:, :1])
+
+
+def test_an_encoder_on_a_grid_follows_the_positions() -> None:
+    encoder, x = encoder_decoder.Encoder(16, 2, 2, rotary={"axes": 2}), torch.randn(1, 6, 16)
+    places = torch.cartesian_prod(torch.arange(2), torch.arange(3))
+    order = torch.randperm(6)
+    mixed = encoder(x[:, order], positions=places[order])
+    torch.testing.assert_close(mixed, encoder(x, positions=places)[:, order])
+    assert not torch.allclose(encoder(x, positions=places * 2), encoder(x, positions=places))
+
+
+def test_the_encoder_and_the_decoder_run(capsys) -> None:
+    encoder_decoder.main()
+    assert "each block's state has read 200 vectors of context" in capsys.readouterr().out

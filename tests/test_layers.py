@@ -20,7 +20,7 @@ FLOORS = [
     {"__main__"},
     {"cli"},
     {"first_use", "integrations", "models", "versions"},
-    {"conformance", "decode", "distributed", "position_encodings"},
+    {"conformance", "decode", "distributed"},
     {"layer"},
     {"ops"},
     {"operation"},

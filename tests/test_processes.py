@@ -13,10 +13,10 @@ from linrope import LinearRoPEAttention, feature_maps
 
 @pytest.mark.parametrize("feature_map", feature_maps.NAMES)
 def test_a_deepcopy_of_a_layer_works_on_its_own(feature_map: str) -> None:
-    options = {"max_length": 10} if feature_map == "cosformer" else {}
-    normalize = feature_maps.make(feature_map, 4, **options).positive
-    chosen = {"name": feature_map, **options}
-    original = LinearRoPEAttention(8, 2, feature_map=chosen, normalize=normalize, out_norm=True, gate=True)
+    normalize = feature_maps.make(feature_map, 4).positive
+    original = LinearRoPEAttention(
+        8, 2, feature_map=feature_map, normalize=normalize, out_norm=True, gate=True
+    )
     x = torch.linspace(-1, 1, 48).view(2, 3, 8)
     expected, given = original(x, return_state=True)
     twin = copy.deepcopy(original)

@@ -18,9 +18,9 @@ from linrope.cli.layer_flags import FLAGS
 from linrope.decode.attention_step import AttentionStep
 from linrope.layer.config import OPTIONS, SHARED, LayerConfig
 from linrope.layer.keywords import meaning
+from linrope.layer.softmax_attention import SoftmaxAttention
 from linrope.operation import functional
 from linrope.operation.options import Options
-from linrope.position_encodings import SoftmaxAttention
 from linrope.recurrence.call import INPUTS, Call, Gradients, Resolved
 from tests.layer.cases import ALL
 
@@ -209,7 +209,7 @@ def test_a_recipe_works_as_it_stands_and_says_how_many_files_it_touches(heading:
 def test_the_layers_show_the_fields_of_their_config_as_keywords() -> None:
     own = {"embed_dim", "num_heads", "device", "dtype"}
     defaults = {field.name: field.default for field in fields(LayerConfig)}
-    for layer, names in ((LinearRoPEAttention, set(OPTIONS)), (SoftmaxAttention, {*SHARED, "positions"})):
+    for layer, names in ((LinearRoPEAttention, set(OPTIONS)), (SoftmaxAttention, {*SHARED, "rotary"})):
         parameters = inspect.signature(layer).parameters
         assert set(parameters) == own | names
         assert all(parameters[name].default == defaults[name] for name in names & set(OPTIONS))

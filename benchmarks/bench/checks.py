@@ -65,7 +65,7 @@ def _rows(
     leaves[0] = leaves[0][rows]
     q, k, v, *gates = (x.requires_grad_() for x in leaves)
     group = q.shape[1] // k.shape[1]
-    phi, q_scale, psi, k_scale = _features(options["feature_map"], q, k, rows, torch.arange(case.n))
+    phi, q_scale, psi, k_scale = _features(options["feature_map"], q, k)
     phi_hat, psi_hat = phi, psi
     if (rotary := options["rotary"]) is not None:
         phi_hat, psi_hat = rotary(phi[None], rows)[0], rotary(psi[None], torch.arange(case.n))[0]
@@ -92,14 +92,12 @@ def _rows(
     return out.detach(), bound, [dq, *(x[last] for x in others)]
 
 
-def _features(
-    fmap: Any, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """phi, its log_scale, psi and its log_scale in float64, for tokens (n, heads, d) at positions (n,)."""
+def _features(fmap: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """phi, its log_scale, psi and its log_scale in float64, for tokens (n, heads, d)."""
     wide = copy.deepcopy(fmap).double().cpu()
     results: list[Tensor] = []
-    for apply, x, positions in ((wide.queries, q, q_positions), (wide.keys, k, k_positions)):
-        features = apply(x[None], positions[None])[0] if wide.positional else apply(x)
+    for apply, x in ((wide.queries, q), (wide.keys, k)):
+        features = apply(x)
         scaled = isinstance(features, tuple)
         results += features if scaled else (features, features.detach().new_zeros(features.shape[:-1]))
     phi, q_scale, psi, k_scale = results
@@ -139,7 +137,7 @@ def check_step(case: DecodeCase) -> None:
     options, state, group = case.options, case.state, case.heads // case.groups
     q, k, v = (x[:, 0].double().cpu() for x in case.token)
     at = case.positions[:, None].cpu()
-    phi, q_scale, psi, k_scale = _features(options["feature_map"], q, k, at[:, 0], at[:, 0])
+    phi, q_scale, psi, k_scale = _features(options["feature_map"], q, k)
     phi_hat, psi_hat = (options["rotary"](x[:, None], at)[:, 0] for x in (phi, psi))
     gates = [options["log_decay"][:, 0].double().cpu()] if "log_decay" in options else []
     log_weight = _log_decay(options["decay"], gates, len(q), case.groups)

@@ -144,9 +144,6 @@ def bench(
     check_name("--feature-map", feature_map, feature_maps.NAMES)
     if backend != "auto" and (reason := versions()["backends"][backend]["reason"]) is not None:
         raise ValueError(f"--backend={backend}: cannot run here: {reason}")
-    fmap: Any = feature_map
-    if feature_map == "cosformer":  # which refuses positions from max_length on
-        fmap = {"name": feature_map, "max_length": max([*chosen, *(at + 2**20 for at in places)]) + 1}
     case = Case(
         batch,
         heads,
@@ -154,7 +151,7 @@ def bench(
         str(pick_device(device)),
         getattr(torch, dtype),
         kv_heads,
-        fmap,
+        feature_map,
         decay,
         gates,
         backend,

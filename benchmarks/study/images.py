@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from benchmarks.study.tasks import TEST_SEED, Batch, Task, share_right
 from linrope import LinearRoPEAttention, Rotary
+from linrope.layer.softmax_attention import SoftmaxAttention
 from linrope.models.language_model import SwiGLU
-from linrope.position_encodings import SoftmaxAttention
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Images(Task):
 def make_attention(task: Images, options: dict[str, Any]) -> nn.Module:
     """Attention in both directions, of the options of a language model's layer."""
     if options.get("attention") == "softmax":
-        return SoftmaxAttention(task.dim, task.heads, positions="rope", causal=False)
+        return SoftmaxAttention(task.dim, task.heads, causal=False)
     shared: dict[str, Any] = {"rotary": "interleaved", "out_norm": True, "gate": True, "causal": False}
     return LinearRoPEAttention(task.dim, task.heads, **(shared | options))
 

@@ -38,7 +38,7 @@ PARTS: dict[str, Options] = {
     "write": {"write_gate": "tied"},
 }
 _SOFTMAX: Options = {"attention": "softmax"}
-_PLAIN: Options = {"positions": "none"}
+_PLAIN: Options = {"positions": "none"}  # in the words of the results: rotary=None
 _SPREAD: Options = {"decay": {"name": "spread", "longest": LENGTH}}
 _GATE: Options = {"forget_gate": {"longest": LENGTH}}
 _LADDER = list(PARTS)
@@ -275,10 +275,10 @@ def num_parameters(model: nn.Module) -> int:
 
 def _make(name: str, task: Task, hidden_dim: int) -> Logits:
     options = _with_length(VARIANTS[name][1], task.longest_half_life)
+    if options.pop("positions", None) == "none":
+        options["rotary"] = None
     if isinstance(task, Images):
         layer = {"rope_order" if key == "order" else key: value for key, value in options.items()}
-        if layer.pop("positions", "rope") == "none":
-            layer["rotary"] = None
         return Logits(Encoder(task, layer, hidden_dim), layer | {"hidden_dim": hidden_dim}, _call)
     order, softmax_layer = options.pop("order", "after"), options.pop("softmax_layer", None)
     erase_bias = options.pop("erase_bias", None)
@@ -324,9 +324,8 @@ def _block(options: Options, task: Task, size: int) -> Options:
         shape |= {"num_layers": 2 * task.layers, "hidden_dim": None}
     softmax = options.get("attention") == "softmax"
     bare = _BARE | ({"gate": False, "out_norm": False} if softmax and not parts else {})
-    rotation: Options = {"rotary": None} if options.get("positions", "rope") != "rope" else {}
     unit: Options = {"feature_map": "unit", "normalize": False} if options.get("erase_gate") else {}
-    return bare | rotation | unit | options | shape
+    return bare | unit | options | shape
 
 
 def _with_length(options: Any, length: int) -> Any:

@@ -35,8 +35,7 @@ def check_feature_map(name: str, erase_gate: str | None) -> None:
     from linrope import feature_maps  # not above: the command's --help would wait for PyTorch
 
     def is_positive(name: str) -> bool:
-        options = {"max_length": 1} if name == "cosformer" else {}
-        return feature_maps.make(name, 16, **options).positive
+        return feature_maps.make(name, 16).positive
 
     if not is_positive(name):
         positive = ", ".join(filter(is_positive, feature_maps.NAMES))

@@ -101,15 +101,9 @@ def convert(
     torch.manual_seed(seed)
     teacher = load_pretrained(model_folder).to(pick_device("auto"))
     tokenizer = tokenizer_beside(model_folder, teacher.config.vocab_size)
-    chosen_map: Any = feature_map
-    if feature_map == "cosformer":  # which refuses positions from max_length on
-        chosen_map = {
-            "name": feature_map,
-            "max_length": max(getattr(teacher.config, "max_position_embeddings", 0), sequence_length),
-        }
     student = conversion.convert(
         teacher,
-        feature_map=chosen_map,
+        feature_map=feature_map,
         rope_order=rope_order,
         keep_softmax=layers,
         **chosen_options(flags, LayerConfig(1, 1)),

@@ -129,7 +129,7 @@ def _load(run: Path) -> _Loaded:
         tokenizer_beside(checkpoint, model.config.vocab_size),
         config=model.config.to_dict(),
         attention=model.config.attention,
-        positions=_positions(model),
+        positions="none" if model.config.layer.rotary is None else "rope",
         trained_length=None,
     )
     if not (checkpoint / "training.safetensors").is_file():  # LanguageModel.save wrote the folder, not a run
@@ -154,7 +154,7 @@ def _attention(config: Any) -> str:
 def legends(models: list[dict[str, Any]]) -> list[str]:
     """Each model's label, attention and positions, and the options in which the models differ."""
     configs = [model["config"] for model in models]
-    shared = set.intersection(*map(set, configs)) - {"attention", "positions", *_NOT_SHOWN}
+    shared = set.intersection(*map(set, configs)) - {"attention", *_NOT_SHOWN}
     options: list[str] = [""] * len(models)
     for name in (name for name in configs[0] if name in shared):
         values = [config[name] for config in configs]
@@ -172,11 +172,6 @@ def legends(models: list[dict[str, Any]]) -> list[str]:
         f"{model['label']}: {model['attention']}, positions {model['positions']}{text}"
         for model, text in zip(models, options, strict=True)
     ]
-
-
-def _positions(model: LanguageModel) -> str:
-    config = model.config
-    return "none" if config.positions == "rope" and config.layer.rotary is None else config.positions
 
 
 def table(result: dict[str, Any]) -> Table:

@@ -151,17 +151,12 @@ def _check_choices(options: dict[str, Any], explicit: set[str]) -> None:
         raise ValueError(
             f"--feature-map={options['feature_map']}: expected unit with --erase-gate, which requires keys of length 1"
         )
-    if options["rotary"] not in (None, "none") and options["positions"] != "rope":
-        raise ValueError(
-            f"--rotary={options['rotary']}: expected --positions=rope, not {options['positions']}"
-        )
     if "gradients_through_pieces" in explicit and options["pieces"] == 1:
         raise ValueError(
             "--gradients-through-pieces has no effect with --pieces=1; expected at least 2 pieces"
         )
     heads, dim = options["heads"], options["embed_dim"]
-    rotated = options["positions"] == "rope" and options["rotary"] != "none"
-    if rotated and heads > 0 and dim % heads == 0 and dim // heads % 2:
+    if options["rotary"] != "none" and heads > 0 and dim % heads == 0 and dim // heads % 2:
         raise ValueError(
             f"--embed-dim={dim}, --heads={heads}: heads of {dim // heads}, expected an even size"
         )
@@ -177,18 +172,13 @@ def _parallel(options: dict[str, Any]) -> dict[str, int]:
 
 def _model(options: dict[str, Any], vocab_size: int) -> LanguageModelConfig:
     length = options["sequence_length"]
-    max_length = max(length, 4096)
     sizes = {"embed_dim": options["embed_dim"], "num_heads": options["heads"]}
     flags = {name: options[name] for name in FLAGS if name in options}
     chosen = chosen_options(flags, LayerConfig.block(**sizes))
-    if chosen.get("feature_map") == "cosformer":  # which refuses positions from max_length on
-        chosen["feature_map"] = {"name": "cosformer", "max_length": max_length}
     config = LanguageModelConfig(
         vocab_size=vocab_size,
         num_layers=options["layers"],
         attention=options["attention"],
-        positions=options["positions"],
-        max_length=max_length,
         feed_forward=options["feed_forward"],
         **sizes,
         **chosen,

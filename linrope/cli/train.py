@@ -76,13 +76,6 @@ def train(
         bool, typer.Option(help="Whether a feed-forward network follows the attention in each block.")
     ] = True,
     attention: Annotated[str, typer.Option(help="linear or softmax.")] = "linear",
-    positions: Annotated[
-        str,
-        typer.Option(
-            help="rope, none, sinusoidal, learned, shaw, transformer-xl, deberta; the last three with softmax "
-            "attention only."
-        ),
-    ] = "rope",
     sequence_parallel: Annotated[int, typer.Option(help="Processes that share the tokens of a batch.")] = 1,
     tensor_parallel: Annotated[int, typer.Option(help="Processes that share the heads.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights and the data order.")] = 0,

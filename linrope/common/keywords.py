@@ -20,7 +20,7 @@ PYTORCH = {
     "query": "x in a layer, q in linear_rope_attention",
     "key": "a context in a layer, k in linear_rope_attention",
     "value": "layer(x), or layer(x, context); in place of nn.TransformerEncoderLayer use "
-    "linrope.models.encoder_decoder.EncoderBlock",
+    "EncoderBlock in docs/examples/encoder_decoder.py",
     "key_padding_mask": "key_mask=~key_padding_mask",
     "attn_mask": "causal, key_mask, cu_seqlens or a decay, because attention weights are never formed",
     "is_causal": "causal, which is True by default; a layer has it in the constructor",

@@ -72,9 +72,7 @@ class WithCache(nn.Module):
 
 def longest_text(model: Any) -> int | None:
     """The number of tokens beyond which a model fails, or was not trained. None: it reads any number."""
-    if isinstance(model, WithCache):
-        return model.longest
-    return model.config.max_length if getattr(model.config, "positions", None) == "learned" else None
+    return model.longest if isinstance(model, WithCache) else None
 
 
 def same_logits(model: nn.Module, found: Tensor, expected: Tensor) -> bool:

@@ -3,7 +3,7 @@
 Exponentials need one more, ``linrope.feature_maps.log_scale.exponential``.
 """
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,6 @@ class FeatureMap(Identified):
     stay in range. log_scale (...) is float64, without the last axis, and a constant to the gradient: the
     features carry all gradients. ``exponential`` makes such a pair from logits.
 
-    A ``positional`` map takes the positions of its tokens: queries(q, positions), keys(k, positions) with
-    q or k (b, n, heads, d) and positions int64 (b or 1, n).
-
     The operation calls the map itself, fmap(q, k) -> (phi(q), psi(k)), so that its hooks run: those that a user
     registers, and those by which accelerate, FSDP or DeepSpeed bring weights that lie elsewhere. A map reads
     weights of a submodule only while that submodule is called.
@@ -46,27 +43,17 @@ class FeatureMap(Identified):
     positive: bool  # whether <phi(x), psi(y)> >= 0 for all x and y; the normalizer requires it
     head_dim: int | None = None  # d, if the map fits only one
     long_keys: bool = False  # whether psi(k) may be longer than 1 so that the delta rule's state grows
-    positional: bool = False
     log_scaled: bool = False
     elementwise: str | None = None  # the function's name in the kernels that apply it as they load a tensor
 
-    def forward(
-        self,
-        q: Tensor | None,
-        k: Tensor | None,
-        q_positions: Tensor | None = None,
-        k_positions: Tensor | None = None,
-    ) -> tuple[Features | None, Features | None]:
-        """(phi(q), psi(k)); None stays None. Only positional maps read the positions."""
-        q_args, k_args = ((q_positions,), (k_positions,)) if self.positional else ((), ())
-        phi = None if q is None else self.queries(q, *q_args)
-        return phi, None if k is None else self.keys(k, *k_args)
+    def forward(self, q: Tensor | None, k: Tensor | None) -> tuple[Features | None, Features | None]:
+        """(phi(q), psi(k)); None stays None."""
+        return None if q is None else self.queries(q), None if k is None else self.keys(k)
 
-    # A positional map takes more arguments than others: type checkers accept any here.
-    def queries(self, q: Tensor, *args: Any, **kwargs: Any) -> Features:
+    def queries(self, q: Tensor) -> Features:
         raise NotImplementedError
 
-    def keys(self, k: Tensor, *args: Any, **kwargs: Any) -> Features:
+    def keys(self, k: Tensor) -> Features:
         raise NotImplementedError
 
 

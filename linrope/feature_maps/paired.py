@@ -29,7 +29,7 @@ class PairedMap(FeatureMap):
     wider.
 
     Args:
-        inner: the map that makes the features; its head_dim, positive, positional, log_scaled and long_keys carry over.
+        inner: the map that makes the features; its head_dim, positive, log_scaled and long_keys carry over.
         layout: the layout of the rotation, "interleaved" or "half".
 
     Raises:
@@ -49,14 +49,13 @@ class PairedMap(FeatureMap):
             raise ValueError(f"layout={layout!r}: expected one of {', '.join(_TWICE)}")
         self.inner, self.layout = inner, layout
         self.head_dim, self.feature_dim = inner.head_dim, 2 * inner.feature_dim
-        self.positive, self.positional = inner.positive, inner.positional
-        self.log_scaled, self.long_keys = inner.log_scaled, inner.long_keys
+        self.positive, self.log_scaled, self.long_keys = inner.positive, inner.log_scaled, inner.long_keys
 
-    def queries(self, q: Tensor, *positions: Tensor) -> Features:
-        return self._twice(self.inner(widen(q), None, *positions)[0])
+    def queries(self, q: Tensor) -> Features:
+        return self._twice(self.inner(widen(q), None)[0])
 
-    def keys(self, k: Tensor, *positions: Tensor) -> Features:
-        return self._twice(self.inner(None, widen(k), None, *positions)[1])
+    def keys(self, k: Tensor) -> Features:
+        return self._twice(self.inner(None, widen(k))[1])
 
     def _twice(self, features: Features) -> Features:
         twice = _TWICE[self.layout]

@@ -33,11 +33,9 @@ class RandomFeatureMap(FeatureMap):
     The projection w is a buffer in the state dict. It changes only when ``redraw``, ``load_projection`` or
     ``load_state_dict`` is called, or the module is cast. States made with another projection are rejected.
     ``seed`` is the seed of the projection, or None if it was loaded; it is not part of the identity.
-    Subclasses set ``features_per_row``, the number of features per w_i. A zero feature is appended to an
-    odd number of features, since a rotation turns pairs.
+    A zero feature is appended to an odd number of features, since a rotation turns pairs.
     """
 
-    features_per_row = 1
     head_dim: int
     seed: int | None
     projection: Tensor  # (M, d)
@@ -47,12 +45,11 @@ class RandomFeatureMap(FeatureMap):
         check_sizes(head_dim=head_dim)
         check_integers(num_features=num_features)
         num_features = 2 * head_dim if num_features is None else num_features
-        if num_features <= 0 or num_features % self.features_per_row:
-            even = " even" if self.features_per_row == 2 else ""
-            raise ValueError(f"num_features={num_features}: expected a positive{even} number")
+        if num_features <= 0:
+            raise ValueError(f"num_features={num_features}: expected a positive number")
         self.head_dim, self.num_features = head_dim, num_features
         self.feature_dim = num_features + num_features % 2
-        self.register_buffer("projection", torch.empty(num_features // self.features_per_row, head_dim))
+        self.register_buffer("projection", torch.empty(num_features, head_dim))
         self.redraw(seed)
 
     @torch.no_grad()

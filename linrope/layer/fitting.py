@@ -16,7 +16,7 @@ def check_parts(layer: Any) -> None:
     assert fmap is not None
     rotated = layer.head_dim if before else fmap.feature_dim
     checks.check_rotary(layer.rotary, rotated, layer.num_state_heads, layer.causal, before)
-    checks.check_axes(layer.rotary, layer._decay is not None, fmap)
+    checks.check_axes(layer.rotary, layer._decay is not None)
     name = map_in_words(layer.config.feature_map)
     if layer.erase_gate is not None:
         checks.check_parts_with_erase(fmap, layer.rotary, name, "an erase_gate")

@@ -23,7 +23,7 @@ class KeyValueState:
         identity: the rotation of k; a layer with another rotation rejects the state.
         conv: (b, taps - 1, channels): the last inputs of a layer's short convolution.
 
-    >>> from linrope.position_encodings import SoftmaxAttention
+    >>> from linrope.layer.softmax_attention import SoftmaxAttention
     >>> _, state = SoftmaxAttention(16, 2)(torch.randn(1, 5, 16), return_state=True)
     >>> state.k.shape, state.position
     (torch.Size([1, 5, 2, 8]), tensor([5]))

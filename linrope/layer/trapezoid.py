@@ -207,15 +207,14 @@ def trapezoidal_attention(
 
 
 def check_map_and_rotation(fmap: FeatureMap | None, rotary: Any, name: str | None = None) -> None:
-    """Raises ValueError for maps with a log_scale or positions, rotations with axes, xpos or attention factor.
+    """Raises ValueError for maps with a log_scale, rotations with axes, xpos or attention factor.
 
     name: the map in the message. Default: as it describes itself.
     """
-    if fmap is not None and (fmap.log_scaled or fmap.positional):
-        kind = "have scales" if fmap.log_scaled else "depend on positions"
+    if fmap is not None and fmap.log_scaled:
         raise ValueError(
-            f"feature_map={name or fmap}: its features {kind}, which the trapezoidal rule does not support; expected "
-            "another map, such as 'elu+1'"
+            f"feature_map={name or fmap}: its features have scales, which the trapezoidal rule does not support; "
+            "expected another map, such as 'elu+1'"
         )
     if isinstance(rotary, Rotary) and not (
         rotary.axes is None and rotary.xpos is None and rotary.attention_factor == 1

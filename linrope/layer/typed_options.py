@@ -14,7 +14,6 @@ from linrope.layer.options import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from linrope.feature_maps import FeatureMap
@@ -59,16 +58,11 @@ class SharedOptions(CommonOptions, total=False):
     bias: bool
 
 
-class SelfAttentionOptions(SharedOptions, LinearOptions, total=False):
-    """All options but context_dim."""
+class LayerOptions(SharedOptions, LinearOptions, total=False):
+    """All options of a layer."""
 
     rotary: str | Options | Rotary | nn.Module | None
     backend: str
-
-
-class LayerOptions(SelfAttentionOptions, total=False):
-    """All options of a layer."""
-
     context_dim: int | None
 
 
@@ -77,10 +71,3 @@ class ModelLayerOptions(LayerOptions, total=False):
 
     embed_dim: int
     num_heads: int
-
-
-class BlockOptions(SelfAttentionOptions, total=False):
-    """The options of the blocks of an encoder or a decoder."""
-
-    device: torch.device | str | None
-    dtype: torch.dtype | None

@@ -1,16 +1,14 @@
 """A causal language model on linear attention with RoPE, of bytes by default.
 
-    x = embed(bytes)                                          + p, with absolute positions
+    x = embed(bytes)
     x = x + attention(norm(x));  x = x + swiglu(norm(x))      in each block; swiglu is an option
     logits = norm(x) embed^T                                  the embedding is tied
 
 The state of a sequence is one LayerState per block: generating the millionth byte takes the same
-time and memory as generating the first. Softmax attention and other position encodings are included for
-comparison.
+time and memory as generating the first. Softmax attention is included for comparison.
 """
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -25,14 +23,13 @@ from linrope.common.tracing import values_readable
 from linrope.decode.parts import BlockParts, ModelParts
 from linrope.distributed.shard import Shard
 from linrope.layer.norm import RMSNorm, silu_product
+from linrope.layer.softmax_attention import SoftmaxAttention
 from linrope.layer.states import State as State
 from linrope.models.folders import latest_checkpoint
 from linrope.models.initialization import initialize
 from linrope.models.language_model_config import LanguageModelConfig, make_attention
 from linrope.models.logits import kept_rows
 from linrope.operation.checks import check_packing
-from linrope.operation.positions import resolve_positions
-from linrope.position_encodings import ABSOLUTE, SoftmaxAttention
 
 _FORMAT, _VERSION = "linrope.LanguageModel", 2
 
@@ -130,11 +127,6 @@ def _attend_to_each_sequence(
     return torch.cat([attention(part, positions=p) for part, p in zip(parts, part_positions, strict=True)], 1)
 
 
-def _absolute(config: LanguageModelConfig) -> nn.Module | None:
-    end = {"max_length": config.max_length} if config.positions == "learned" else {}
-    return ABSOLUTE[config.positions](config.embed_dim, **end) if config.positions in ABSOLUTE else None
-
-
 class LanguageModel(nn.Module):
     """Maps token ids, bytes by default, to the logits of the next token.
 
@@ -152,7 +144,6 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embed = TiedEmbedding(config.vocab_size, config.embed_dim)
-        self.encoding = _absolute(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.embed_dim, eps=1e-6)
         branches = (1 + config.feed_forward) * config.num_layers
@@ -203,11 +194,6 @@ class LanguageModel(nn.Module):
         b, n = tokens.shape
         check_packing(cu_seqlens, b, n, n, tokens.device)
         x = self.embed(tokens)
-        # Vaswani 2017, section 3.4: p is about 1, and x starts small.
-        if self.config.positions == "sinusoidal":
-            x = x * math.sqrt(self.config.embed_dim)
-        if self.encoding is not None:
-            x = self.encoding(x, _absolute_positions(tokens, states, positions, cu_seqlens, shard))
         new_states: States = []
         for index, block in enumerate(self.blocks):
             state = None if states is None else states[index]
@@ -293,37 +279,3 @@ def config_digest(values: dict[str, Any]) -> str:
     model.safetensors stores it, so that ``load`` can tell whether the two files belong together.
     """
     return digest({}, {"config": json.dumps(values, sort_keys=True)})
-
-
-def _absolute_positions(
-    tokens: Tensor,
-    states: States | None,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    shard: Shard | None,
-) -> Tensor:
-    """(n,) or (b or 1, n): the caller's positions, or positions that continue the states."""
-    if positions is not None:
-        return positions
-    b, n = tokens.shape
-    start = None if states is None else _next_positions(states[0])
-    if shard is not None:
-        if start is not None and shard.cu_seqlens is not None:
-            return shard.positions(tokens.device, start)
-        positions = shard.positions(tokens.device)
-        return positions if start is None else start[:, None] + positions
-    sequences = b if cu_seqlens is None else len(cu_seqlens) - 1
-    if start is not None and len(start) != sequences:
-        raise ValueError(f"states: got {len(start)} sequences, expected {sequences}")
-    if cu_seqlens is None:
-        positions = torch.arange(n, device=tokens.device)
-        return positions if start is None else start[:, None] + positions
-    return resolve_positions(
-        positions=None, start=start, keys=tokens, num_queries=n, bounds=cu_seqlens
-    ).positions
-
-
-def _next_positions(state: State) -> Tensor:
-    """(sequences,): the position of each sequence's next token; of a pool, for the rows at its slots."""
-    slots = getattr(state, "slots", None)
-    return state.position if slots is None else state.position[slots]

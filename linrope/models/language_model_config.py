@@ -9,16 +9,14 @@ from typing_extensions import Unpack
 from linrope.common.argument_checks import check_bools, check_name, check_sizes
 from linrope.common.keywords import check_keywords, shows
 from linrope.layer.attention import LinearRoPEAttention
-from linrope.layer.choices import make_rotation
 from linrope.layer.config import DEFAULTS, LARGEST, OPTIONS, SHARED, LayerConfig
 from linrope.layer.options import as_json
+from linrope.layer.softmax_attention import SoftmaxAttention
 from linrope.layer.typed_options import ModelLayerOptions
 from linrope.models.initialization import INITIALIZATIONS
-from linrope.position_encodings import ABSOLUTE, RELATIVE, SoftmaxAttention
-from linrope.rotation.rotary import LAYOUTS, Rotary
+from linrope.rotation.rotary import LAYOUTS
 
 ATTENTION = ("linear", "softmax")
-POSITIONS = ("rope", "none", *ABSOLUTE, *RELATIVE)
 
 _SIZES: dict[str, Any] = {"embed_dim": 256, "num_heads": 8}
 
@@ -33,8 +31,6 @@ class LanguageModelConfig:
         feed_forward: whether a SwiGLU follows the attention in each block.
         hidden_dim: the size of the SwiGLU's inner vectors. Default: 7/4 of embed_dim, rounded up to a multiple of 32.
         attention: "linear" or "softmax".
-        positions: "rope", "none", or the name of another position encoding; relative ones require softmax attention.
-        max_length: the size of the table if positions is "learned".
         init: "fan-in" or "gpt-2", how the initial weights are drawn: see ``linrope.models.initialization``.
         layer: the options of the attention. Default: ``LayerConfig.block`` with embed_dim=256 and num_heads=8. Softmax
             attention rotates all features, and has only the options that SoftmaxAttention has.
@@ -55,8 +51,6 @@ class LanguageModelConfig:
     feed_forward: bool
     hidden_dim: int | None
     attention: str
-    positions: str
-    max_length: int
     init: str
     layer: LayerConfig
 
@@ -69,19 +63,16 @@ class LanguageModelConfig:
         feed_forward: bool = True,
         hidden_dim: int | None = None,
         attention: str = "linear",
-        positions: str = "rope",
-        max_length: int = 4096,
         init: str = "fan-in",
         layer: LayerConfig | None = None,
         **options: Unpack[ModelLayerOptions],
     ) -> None:
         check_keywords("LanguageModelConfig", options, [*_SIZES, *OPTIONS, *self.__annotations__])
         check_name("attention", attention, ATTENTION)
-        check_name("positions", positions, POSITIONS)
         check_name("init", init, INITIALIZATIONS)
         check_bools(feed_forward=feed_forward)
         if layer is None:
-            layer = _block(attention, positions, dict(options))
+            layer = _block(attention, dict(options))
         elif options:
             layer = replace(layer, **dict[str, Any](options))
         values = {
@@ -90,15 +81,12 @@ class LanguageModelConfig:
             "feed_forward": feed_forward,
             "hidden_dim": hidden_dim,
             "attention": attention,
-            "positions": positions,
-            "max_length": max_length,
             "init": init,
             "layer": layer,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
         _check_sizes(self)
-        _check_positions(self)
         if attention == "softmax":
             _check_softmax(layer)
 
@@ -139,33 +127,18 @@ class LanguageModelConfig:
             raise ValueError(f"config: {error}") from error
 
 
-def _block(attention: str, positions: str, changes: dict[str, Any]) -> LayerConfig:
-    """The block of the models, without what this attention and these positions do not have."""
-    absent: dict[str, Any] = {}
-    if attention == "softmax":
-        absent = {"decay": None, "rotary": "interleaved"}
-    if positions != "rope":
-        absent["rotary"] = None
+def _block(attention: str, changes: dict[str, Any]) -> LayerConfig:
+    """The block of the models, without what this attention does not have."""
+    absent = {"decay": None, "rotary": "interleaved"} if attention == "softmax" else {}
     return LayerConfig.block(**(_SIZES | absent | changes))
 
 
 def _check_sizes(config: LanguageModelConfig) -> None:
-    sizes = {name: getattr(config, name) for name in ("vocab_size", "num_layers", "hidden_dim", "max_length")}
+    sizes = {name: getattr(config, name) for name in ("vocab_size", "num_layers", "hidden_dim")}
     check_sizes(**sizes)
     for name, value in sizes.items():
         if value is not None and value > LARGEST:
             raise ValueError(f"{name}={value}: expected at most {LARGEST}")
-
-
-def _check_positions(config: LanguageModelConfig) -> None:
-    rotary, positions = config.layer.rotary, config.positions
-    if positions != "rope" and rotary is not None:
-        raise ValueError(f"rotary={rotary!r}: expected positions='rope', not {positions!r}")
-    if config.attention == "linear" and positions in RELATIVE:
-        raise ValueError(
-            f"positions={positions!r}: adds a term to the n x m scores, which linear attention never forms; expected "
-            "attention='softmax'"
-        )
 
 
 def _check_softmax(layer: LayerConfig) -> None:
@@ -189,7 +162,5 @@ def make_attention(config: LanguageModelConfig) -> LinearRoPEAttention | Softmax
     layer = config.layer
     if config.attention == "linear":
         return LinearRoPEAttention(layer)
-    positions: str | Rotary = config.positions if config.positions in RELATIVE else "none"
-    if layer.rotary is not None:
-        positions = make_rotation(layer.rotary, layer.key_dim, layer.embed_dim, 1, {})[0] or positions
-    return SoftmaxAttention(layer.embed_dim, layer.num_heads, positions=positions, **layer.shared())
+    rotary: Any = layer.rotary  # no module: _check_softmax refuses it
+    return SoftmaxAttention(layer.embed_dim, layer.num_heads, rotary=rotary, **layer.shared())

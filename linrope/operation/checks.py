@@ -57,7 +57,7 @@ def check_settings(call: Call) -> FeatureMap | None:
     check_log_decay(call.log_decay, v, causal, units=f - call.pairs)
     if call.key_positions is not None and (call.decays_by_position or call.log_decay is not None):
         raise ValueError("key_positions: got a tensor, expected None with decay, log_decay or xpos")
-    check_axes(rotary, call.decay is not None, fmap)
+    check_axes(rotary, call.decay is not None)
     return fmap
 
 
@@ -71,12 +71,10 @@ def check_values(call: Call) -> None:
         check_bounds(call.cu_seqlens, call.num_queries)
 
 
-def check_axes(rotary: Rotary | None, decays: bool, fmap: FeatureMap | None) -> None:
+def check_axes(rotary: Rotary | None, decays: bool) -> None:
     """Rejects a rotation with axes together with what depends on a single position."""
-    positional = fmap is not None and fmap.positional
-    if rotary is not None and rotary.axes is not None and (decays or positional):
-        name = f"feature_map={fmap}" if positional else "decay"
-        raise ValueError(f"{name}: got a rotation with axes={rotary.axes}, expected one with axes=None")
+    if decays and rotary is not None and rotary.axes is not None:
+        raise ValueError(f"decay: got a rotation with axes={rotary.axes}, expected one with axes=None")
 
 
 def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:

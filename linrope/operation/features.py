@@ -39,8 +39,7 @@ def map_features(call: Call, plan: Plan, tokens: Tokens) -> MappedInputs:
         # exp: centred here, applied by the backend
         elementwise, queries, keys = fmap.elementwise, None if q is None else fmap.centre(q), fmap.centre(k)
     else:
-        positions = spell_out_positions(tokens, q, k) if fmap.positional else ()
-        queries, keys = fmap(q, k, *positions)
+        queries, keys = fmap(q, k)
         if not fmap.log_scaled:
             return MappedInputs(queries, keys, elementwise)
     (q, q_scale), (k, k_scale) = (None, None) if queries is None else queries, keys

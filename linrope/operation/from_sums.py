@@ -36,7 +36,7 @@ def state_from_sums(
         kv: (b, g, f, e), float32 or float64.
         z: (b, g, f). None: unknown. Calls with normalize=True then reject this state and every state computed from it.
         feature_map: the feature map of the calls that will use this state. A map whose number of features differs from
-            the head's size, such as dpfp, must be passed as the object that ``feature_maps.make`` made, because the
+            the head's size, such as taylor2, must be passed as the object that ``feature_maps.make`` made, because the
             head's size cannot be told from kv.
         rotary: the rotation of these calls.
         rope_order: the rope_order of these calls.

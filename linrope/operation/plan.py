@@ -90,7 +90,7 @@ def _key(call: Call) -> Hashable | None:
         return None
     fmap: Hashable = call.feature_map
     if isinstance(fmap, FeatureMap):
-        facts = fmap.head_dim, fmap.feature_dim, fmap.positive, fmap.positional, fmap.log_scaled
+        facts = fmap.head_dim, fmap.feature_dim, fmap.positive, fmap.log_scaled
         fmap = *facts, *backend_map(fmap), type(fmap)
     elif type(fmap) is not str and fmap is not None:
         return None

@@ -47,7 +47,7 @@ def in_pieces(
 
 
 CHOICES: dict[str, list[Any]] = {
-    "name": ["elu+1", "elu+1", "exp", "softmax", "favor+", "favor+hyperbolic", "favor++"],
+    "name": ["elu+1", "elu+1", "exp", "softmax", "favor+"],
     "decay": [None, 0.3, 0.9, 0.9999, 1.0],
     "gates": [None, "shared", "per head"],
     "steps": [None, "shared", "per head"],

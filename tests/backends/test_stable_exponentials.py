@@ -12,7 +12,7 @@ from linrope.feature_maps import FeatureMap
 from tests.support.equation import Equation
 from tests.support.oracle import both_directions, every_backend, randoms
 
-MAPS = ("exp", "softmax", "favor+", "favor+hyperbolic", "favor++")
+MAPS = ("exp", "softmax", "favor+")
 D = 64
 
 

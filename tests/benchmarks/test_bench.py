@@ -162,7 +162,6 @@ CASES: list[Any] = [
     {"feature_map": "favor+", "gates": True},
     {"feature_map": "hedgehog", "decay": "retnet"},
     {"feature_map": "silu"},
-    {"feature_map": {"name": "cosformer", "max_length": 200}},
     {"backend": "reference"},
 ]
 

@@ -150,7 +150,7 @@ class Configuration:
         name = chance.choice(names.split())
         layout, pairs = chance.choice(["interleaved", "half"]), f // 2
         self.order, self.rotary = "after", None
-        few = f < 4 or (self.map is not None and self.map.positional)  # to turn with two axes
+        few = f < 4  # to turn with two axes
         if name == "before" and self.d % 2 == 0:
             self.order, self.rotary = "before", Rotary(self.d, layout=layout)
         elif f % 2 or name in ("none", "before"):
@@ -192,7 +192,6 @@ class Configuration:
             steps = chance.choice([0.01, 1.0, 6.0]) * (2 * self.rand(rows, n, heads, pairs) - 1)
             self.data["angle_steps"] = steps.to(own)
         self.fades_by_position = self.decay is not None or xpos
-        self.positional = self.map is not None and self.map.positional
         self.gap = 1 if xpos else chance.choice([1, 1, 1, 1, 3, 10**6])
 
     def _draw_write(self, chance: random.Random) -> None:
@@ -258,8 +257,7 @@ class Configuration:
             pairs = keys.unflatten(-1, (-1, 2) if inner else (2, -1)).norm(dim=-1 if inner else -2)
             keys = pairs.repeat_interleave(2, -1) if inner else pairs.repeat(1, 1, 1, 2)
         if self.map is not None:
-            places = (torch.arange(k.shape[1])[None],) if self.map.positional else ()
-            keys = self.map.keys(keys, *places).double()
+            keys = self.map.keys(keys).double()
         squared = keys.square().sum(-1)
         rows, _, heads = self.strength.shape
         squared = squared if rows > 1 else squared.amax(0, keepdim=True)
@@ -270,8 +268,6 @@ class Configuration:
         """Of all tokens of both pieces, per sequence; None: by default."""
         chance, axes = self.chance, self.rotary is not None and self.rotary.axes is not None
         self.given = chance.choice(["none", "none", "first", "both"])
-        if self.positional:
-            self.given = "none"
         if axes:
             self.given = "both"
         falls = not self.fades_by_position and chance.random() < 0.2
@@ -339,7 +335,7 @@ class Configuration:
     def _features(self, q: Tensor, k: Tensor) -> list[Tensor]:
         found = []
         for of, x in ((self.map.queries, q), (self.map.keys, k)):
-            made = of(x, torch.arange(x.shape[1])[None]) if self.map.positional else of(x)
+            made = of(x)
             found.append(torch.cat((made[0], made[1][..., None]), -1) if self.map.log_scaled else made)
         return [x.float() for x in found]
 

@@ -16,14 +16,14 @@ from linrope.common.files import digest, save_tensors
 STRANGE = [
     "", " ", "-", "--", "0", "-1", "1", "2", "3", "7", "1e9", "1e-9", "nan", "inf", "-inf", "1.5", "0x10", "１２",
     "∞", "true", "null", "[]", "{}", "none", "elu+1", "favor+", "softmax", "hedgehog", "learned", "retnet",
-    "selective", "half", "rope", "alibi", "cosformer", "taylor2", "../../etc/passwd", "/dev/null", "/dev/zero",
+    "selective", "half", "rope", "alibi", "taylor2", "../../etc/passwd", "/dev/null", "/dev/zero",
     "/dev/full", "/proc", "~", "\udcff", "x" * 300, "a" * 5000, "\u0000", "\n", "9" * 30, "-" + "9" * 30,
     "18446744073709551616", "2147483648", "cuda", "cuda:99", "meta", "cpu:1", "%s", "{text}", "$HOME", "None",
     "spread", "bfloat16", "float16", "native",
 ]  # fmt: skip
 _OPTIONS = {
     "train": "out config steps batch-size accumulation sequence-length pieces gradients-through-pieces "
-    "learning-rate warmup-steps weight-decay clip tokenizer embed-dim layers heads feature-map attention positions "
+    "learning-rate warmup-steps weight-decay clip tokenizer embed-dim layers heads feature-map attention "
     "rotary decay forget-gate short-conv qk-norm seed save-every resume device stepz help",
     "generate": "checkpoint prompt max-new-tokens temperature top-k top-p seed device",
     "eval": "checkpoint length sequences out device",

@@ -99,7 +99,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         for name in ("layer_step", "model_step", "products", "reasons")
     },
     **{f"linrope/ops/{name}.py": ("tests/ops",) for name in ("arguments", "convolution", "norm")},
-    "linrope/operation/features.py": (*OPERATION, "tests/feature_maps/test_cosformer.py"),
+    "linrope/operation/features.py": OPERATION,
     "linrope/backends/__init__.py": (*OPERATION, *CHECKS, "tests/test_versions.py", TRANSFORMS[1]),
     "linrope/recurrence/call.py": (*OPERATION, *TRANSFORMS),
     **{

@@ -15,7 +15,7 @@ from linrope.cli import main
 from linrope.cli.app import _in_words_of_the_command
 from linrope.cli.training import Log
 from linrope.layer.options import DECAYS
-from linrope.models.language_model_config import ATTENTION, POSITIONS
+from linrope.models.language_model_config import ATTENTION
 from tests.cli.commands import last_config, metrics, tiny_model, word_tokenizer
 
 COMMANDS = ("train", "generate", "eval", "plot", "bench", "convert", "env", "check", "demo")
@@ -36,7 +36,7 @@ def test_without_a_command_the_help_is_printed_as_it_is(run) -> None:
 
 def test_the_help_lists_all_names_that_an_option_takes(run) -> None:
     # The texts are written out, since the modules that define the names import PyTorch.
-    names = {*ATTENTION, *POSITIONS, *DECAYS}
+    names = {*ATTENTION, *DECAYS}
     assert names <= set(re.findall(r"[\w-]+", re.sub(r"-\s+", "-", run("train --help"))))
 
 
@@ -184,10 +184,7 @@ WRONG = {
     "train {text} --rotary both": "expected one of interleaved, half, selective, none\n",
     "train {text} --rotary both --attention softmax": "--rotary='both'",
     "train {text} --rotary selective --attention softmax": "--rotary=selective: softmax attention has no selective",
-    "train {text} --rotary half --positions none": "--rotary=half: expected --positions=rope",
     "train {text} --attention square": "--attention='square'",
-    "train {text} --positions learnt": "did you mean 'learned'",
-    "train {text} --positions deberta": "expected --attention='softmax'",
     "train {text} --decay sprad": "expected one of spread, learned, retnet, none; did you mean 'spread'?\n",
     "train {text} --forget-gate --attention softmax": "--forget-gate: softmax attention has no forget gate; leave",
     "train {text} --pieces 0": "--pieces=0",

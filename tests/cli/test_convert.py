@@ -58,14 +58,6 @@ def test_convert_takes_the_tokenizer_of_the_folder_and_leaves_out_steps(run, tex
     assert (config.vocab_size, config.rope_order, config.gate, config.out_norm) == (20, "after", True, None)
 
 
-def test_cosformer_is_made_for_the_length_of_the_model(run, tmp_path) -> None:
-    length = LlamaForCausalLM.from_pretrained(llama(tmp_path / "llama")).config.max_position_embeddings
-    options = f"--feature-map cosformer --match-steps 0 --finetune none {SHORT}"
-    run(f"convert {{tmp}}/llama --out {{tmp}}/linear --text {{text}} {options}")
-    config = LinRopeForCausalLM.from_pretrained(tmp_path / "linear").config
-    assert config.feature_map == {"name": "cosformer", "max_length": length}
-
-
 def damaged(folder: Path) -> None:
     weights = llama(folder) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

@@ -18,10 +18,10 @@ from tests.cli.commands import SMALL
 COMMANDS = ("train", "convert")
 # Names and values of Python, but for those of options: True, feature_map, {'name': .., UnitMap(16
 PYTHON = re.compile(r"\b(True|False|None)\b|[{\[]'|\w\(|(?<![\w./-])[a-z]+_[a-z_]+")
-SIGNED = ("identity", "silu", "unit", "rff")
+SIGNED = ("identity", "silu", "unit")
 OTHERS = {
     "train": [
-        "--attention softmax", *(f"--positions {x}" for x in ("none", "learned", "shaw")), "--heads 3", "--pieces 2",
+        "--attention softmax", "--heads 3", "--pieces 2",
     ],
     "convert": ["--rope-order after", "--keep-softmax 0", "--match-steps 0"],
 }  # fmt: skip
@@ -90,8 +90,6 @@ def test_no_refusal_of_a_pair_of_options_has_words_of_python(command: str, tmp_p
 REFUSED = {
     "train --trapezoid --feature-map favor+": "--feature-map='favor+': its features have scales, which the "
     "trapezoidal rule does not support; expected another map, such as 'elu+1'",
-    "train --trapezoid --feature-map cosformer": "--feature-map=cosformer: its features depend on positions, "
-    "which the trapezoidal rule does not support; expected another map, such as 'elu+1'",
     "train --trapezoid --no-out-norm": "--trapezoid: got no --out-norm per head in place of the normalizer, which "
     "the trapezoidal rule lacks; expected --out-norm",
     "train --trapezoid --skip before": "--trapezoid: got --skip='before', with which the --out-norm does not "
@@ -122,17 +120,10 @@ def test_a_refusal_of_the_layer_is_one_of_options(command: str, message: str, tm
     assert capfd.readouterr().err == f"linrope: {message}\n"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train --erase-gate none --feature-map relu",
-        "train --rotary none --positions sinusoidal",
-    ],
-)
 @pytest.mark.usefixtures("only_the_model")
-def test_options_that_fit_are_not_refused(command: str, tmp_path, capfd) -> None:
-    name, *options = command.split()
-    assert run(line(name, tuple(options), str(tmp_path))) == 0, capfd.readouterr().err
+def test_options_that_fit_are_not_refused(tmp_path, capfd) -> None:
+    options = ("--erase-gate", "none", "--feature-map", "relu")
+    assert run(line("train", options, str(tmp_path))) == 0, capfd.readouterr().err
 
 
 def test_texts_and_paths_that_have_names_of_options_stay_as_they_are() -> None:

@@ -56,7 +56,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "": GATED,
     "--no-forget-gate": UNGATED | {"decay": {"name": "spread", "longest": 32}},
     "--no-forget-gate --rotary none": UNGATED,
-    "--no-forget-gate --positions sinusoidal": UNGATED,
     "--forget-gate --decay learned": GATED | {"decay": {"name": "learned", "longest": 32}},
     "--decay retnet": UNGATED | {"decay": {"name": "retnet"}},
     "--decay none": UNGATED,
@@ -74,8 +73,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "normalize": False,
     },
     "--attention softmax": UNGATED,
-    "--attention softmax --positions shaw": UNGATED | {"attention": "softmax", "positions": "shaw"},
-    "--feature-map cosformer": {"feature_map": {"name": "cosformer", "max_length": 4096}},
 }
 
 

@@ -10,10 +10,10 @@ import torch
 
 from linrope import LinearAttentionState, Rotary, linear_rope_state
 from linrope.common.files import load_tensors, save_tensors
+from linrope.layer.softmax_attention import SoftmaxAttention
 from linrope.models import LanguageModel, LanguageModelConfig
 from linrope.models.language_model import config_digest
 from linrope.models.training import TrainingConfig
-from linrope.position_encodings import SoftmaxAttention
 from tests.common.full_disk import full_disk
 
 

@@ -13,7 +13,6 @@ from linrope.common.keywords import PYTORCH
 from linrope.layer import typed_options
 from linrope.layer.config import OPTIONS, SHARED
 from linrope.models import LanguageModelConfig
-from linrope.models.encoder_decoder import Encoder
 
 ROOT = Path(__file__).parents[2]
 OF_MHA = {*inspect.signature(nn.MultiheadAttention).parameters}
@@ -29,7 +28,6 @@ def layer(**options: Any) -> LinearRoPEAttention:
 CALLS: list[tuple[Any, set[str]]] = [
     (layer, OF_MHA - {"embed_dim", "num_heads", "bias", "device", "dtype"}),
     (lambda **options: LinearRoPEAttention.block(8, 2, **options), {"dropout", "batch_first"}),
-    (lambda **options: Encoder(8, 1, 2, **options), {"dropout"}),
     (lambda **options: layer()(**options), OF_A_CALL),
     (lambda **options: layer()(X, **options), OF_A_CALL | OF_SDPA),
     (lambda **options: linear_rope_attention(**options), OF_SDPA),
@@ -78,16 +76,13 @@ def test_an_encoder_layer_of_pytorch_says_what_to_use_instead(training: bool) ->
     around = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     around.self_attn = layer()
     for module in (around, nn.TransformerEncoder(around, 1)):
-        with pytest.raises(TypeError, match=r"^value: .*linrope\.models\.encoder_decoder\.EncoderBlock$"):
+        with pytest.raises(TypeError, match=r"^value: .*EncoderBlock in docs/examples/encoder_decoder\.py$"):
             module.train(training)(X)
 
 
 def test_type_checkers_see_the_options_that_there_are() -> None:
     assert {*typed_options.SharedOptions.__annotations__} == {*SHARED}
     assert {*typed_options.LayerOptions.__annotations__} == {*OPTIONS}
-    of_blocks = {*OPTIONS, "device", "dtype"} - {"context_dim"}
-    assert {*typed_options.BlockOptions.__annotations__} == of_blocks
-    assert {*inspect.signature(Encoder).parameters} == of_blocks | {"dim", "depth", "heads"}
     of_models = {*OPTIONS, "embed_dim", "num_heads"}
     assert {*typed_options.ModelLayerOptions.__annotations__} == of_models
     assert {*inspect.signature(LanguageModelConfig).parameters} > of_models
@@ -100,8 +95,7 @@ MISSPELT = """
 from linrope import LinearRoPEAttention
 from linrope.layer.config import LayerConfig
 from linrope.models import LanguageModelConfig
-from linrope.models.encoder_decoder import Decoder, Encoder
-from linrope.position_encodings import SoftmaxAttention
+from linrope.layer.softmax_attention import SoftmaxAttention
 
 LinearRoPEAttention(64, 4, forget_gate={"longest": 9}, short_conv=4, gate=True, decay=[0.5] * 4)
 LinearRoPEAttention(64, 4, short_cov=4)
@@ -109,8 +103,6 @@ LinearRoPEAttention.block(64, 4, forget_gte=True)
 LayerConfig(64, 4, causl=False)
 LayerConfig.block(64, 4, causl=False)
 LanguageModelConfig(embed_dm=3)
-Encoder(64, 2, 4, ff_mult=4)
-Decoder(64, 2, 4, context_dim=3, rotry=None)
 SoftmaxAttention(64, 4, decay="spread")
 """
 
@@ -123,5 +115,5 @@ def test_a_misspelt_option_is_an_error_of_mypy(tmp_path: Path) -> None:
     file.write_text(MISSPELT, "utf-8")
     report, problems, _ = api.run(["--config-file", str(ROOT / "pyproject.toml"), str(file)])
     found = [line.split(":")[1] for line in report.splitlines() if "Unexpected keyword argument" in line]
-    calls = range(len(MISSPELT.splitlines()) - 7, len(MISSPELT.splitlines()) + 1)
+    calls = range(len(MISSPELT.splitlines()) - 5, len(MISSPELT.splitlines()) + 1)
     assert (found, problems) == ([str(number) for number in calls], ""), report

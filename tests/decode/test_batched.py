@@ -180,17 +180,13 @@ def test_a_model_in_half_precision_whose_logits_are_float32_is_batched() -> None
 
 def test_positions_of_a_table_are_batched_up_to_its_end() -> None:
     config = hf.GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2, n_positions=48)
-    learned = LanguageModelConfig(
-        embed_dim=32, num_layers=1, num_heads=2, attention="softmax", positions="learned", max_length=48
-    )
-    for model in (hf.GPT2LMHeadModel(config), LanguageModel(learned)):
-        engine = Engine(model, slots=2, queue=0, budget=16)
-        assert type(engine.serving) is Batched
-        with pytest.raises(ValueError, match="got 49 tokens together, expected at most 48"):
-            engine.submit(Generation([5] * 29, max_tokens=20))
-        requests = [Recorded([5] * n, max_tokens=20, temperature=0) for n in (28, 4)]
-        finish(engine, requests)
-        assert [len(x.tokens) for x in requests] == [20, 20]
+    engine = Engine(hf.GPT2LMHeadModel(config), slots=2, queue=0, budget=16)
+    assert type(engine.serving) is Batched
+    with pytest.raises(ValueError, match="got 49 tokens together, expected at most 48"):
+        engine.submit(Generation([5] * 29, max_tokens=20))
+    requests = [Recorded([5] * n, max_tokens=20, temperature=0) for n in (28, 4)]
+    finish(engine, requests)
+    assert [len(x.tokens) for x in requests] == [20, 20]
 
 
 def test_sequences_of_states_that_do_not_grow_have_one_batch() -> None:

@@ -16,7 +16,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "learned map": {"feature_map": "hedgehog", "decay": "spread"},
     "log scales": {"feature_map": "exp", "decay": "learned"},
     "trapezoid": {"trapezoid": True, "qk_norm": True},
-    "absolute positions": {"positions": "learned", "max_length": 40},
 }
 
 

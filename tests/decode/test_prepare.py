@@ -269,7 +269,6 @@ def test_a_position_without_an_exact_angle_is_refused_and_nothing_is_written() -
     ("options", "reason"),
     [
         ({"attention": "softmax"}, "attention in SoftmaxAttention"),
-        ({"positions": "sinusoidal"}, "a module of another kind, Sinusoidal"),
         ({"rotary": "selective"}, "a rotation with steps"),
         ({"rotary": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "max_position_embeddings": 64}}, "factor"),
         ({"qk_norm": True}, "qk_norm=True"),

@@ -94,7 +94,6 @@ ALONE: dict[str, Callable[[int], dict[str, Any]]] = {
         "log_decay": gates(n),
     },
     "xPos": lambda n: {"rotary": Rotary(D, xpos=50.0), "positions": gaps(n), "log_decay": gates(n)},
-    "a map with positions": lambda n: {"feature_map": feature_maps.make("cosformer", D, max_length=200)},
     "rotated before the map": lambda n: {"rotary": Rotary(D), "rope_order": "before", "log_decay": gates(n)},
     "values of more heads": lambda n: {
         "rotary": theta_per_head(), "log_decay": gates(n), "write": gates(n, 1), "key_heads": 1,

@@ -89,7 +89,6 @@ def test_a_language_model_has_the_loss_and_gradients_of_one_process(packed: bool
     torch.manual_seed(0)
     config = LanguageModelConfig(
         vocab_size=20, embed_dim=16, num_layers=2, num_heads=2, short_conv=4, forget_gate=True,
-        positions="rope" if packed else "sinusoidal",
     )  # fmt: skip
     model = LanguageModel(config).double()
     bounds = [0, 2, 9, 11] if packed else None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from linrope import feature_maps
 from linrope.feature_maps import FeatureMap
+from tests.support.examples import load
 from tests.support.maps import LEARNED, MAPS, RANDOM, build, features
 from tests.support.oracle import randoms
 
@@ -121,7 +122,6 @@ def test_weights_and_projections_travel_through_the_state_dict(label: str) -> No
 
 
 OTHER_OPTIONS = [
-    *(("generalized", {"seed": 0, **x}) for x in ({"kernel": "abs"}, {"kernel": torch.exp}, {"kernel_epsilon": 0.01})),
     ("favor+", {"seed": 0, "kernel_epsilon": 0.125}),
     *((name, {"num_heads": 2, "num_kv_heads": 1}) for name in LEARNED),
 ]  # fmt: skip
@@ -137,23 +137,14 @@ def test_identities_tell_maps_apart() -> None:
 NO_NUMBERS = (-1.0, math.inf, math.nan)
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     *((name, {"no_such_option": 6}, TypeError, "no_such_option") for name in feature_maps.NAMES),
-    ("cosformer", {}, TypeError, r"^feature_map='cosformer': .*'max_length'; its options: max_length$"),
     ("favor+", {"features": 8}, TypeError, r"^feature_map='favor\+': .*'features'; its options: num_features, "),
     *((theirs, {}, ValueError, re.escape(f"did you mean '{ours}'?")) for theirs, ours in
       (("performer", "favor+"), ("Performer", "favor+"), ("elu", "elu+1"), ("based", "taylor2"))),
-    *(("cosformer", {"max_length": x}, ValueError, f"max_length={x}: expected at least 1") for x in (0, -3)),
-    *(("dpfp", {"nu": x}, ValueError, rf"nu={x}: expected 1 \.\. 7 for head_dim=4") for x in (0, -1, 8)),
     *(("favor+", {"kernel_epsilon": x}, ValueError, f"kernel_epsilon={x}: expected") for x in NO_NUMBERS),
-    *(("favor++", {"mean_square": x}, ValueError, f"mean_square={x}: expected") for x in NO_NUMBERS),
-    ("generalized", {"kernel_epsilon": -1}, ValueError, "kernel_epsilon=-1: expected"),
-    ("generalized", {"kernel": "relu6"}, ValueError, "kernel='relu6': expected one of relu, abs"),
-    ("generalized", {"kernel": lambda x: x}, ValueError,
-     "kernel: got .*<lambda>, expected a function defined with def"),
-    ("generalized", {"kernel": torch.nn.ReLU()}, TypeError, "kernel: got ReLU, expected a name or a function"),
     *((name, {"num_features": x}, ValueError, f"num_features={x}: expected a positive number")
-      for name in ("favor+", "favor++", "generalized") for x in (0, -2)),
+      for name in ("favor+",) for x in (0, -2)),
     *((name, {"num_features": x}, ValueError, f"num_features={x}: expected a positive even number")
-      for name in ("favor+hyperbolic", "rff", "t2r") for x in (0, -2, 7)),
+      for name in ("t2r",) for x in (0, -2, 7)),
     *((name, heads, ValueError, "num_heads=.*, num_kv_heads=.*: expected") for name in LEARNED for heads in
       ({"num_heads": 0}, {"num_heads": 2, "num_kv_heads": 0}, {"num_kv_heads": 2})),
     ("paired", {"layout": "halves"}, ValueError, "layout='halves': expected one of interleaved, half"),
@@ -175,6 +166,15 @@ def test_unknown_name_lists_the_known_ones_and_the_nearest(near: str) -> None:
         feature_maps.make(near + "_", 8)
     assert all(name in str(error.value) for name in feature_maps.NAMES)
     assert f"did you mean {near!r}?" in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "example"), feature_maps._EXAMPLES.items())
+def test_a_map_that_is_an_example_is_named_with_its_file(name: str, example: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"feature_map='{re.escape(name)}': .*historical_maps.py has {example}$"
+    ):
+        feature_maps.make(name, 8)
+    assert hasattr(load("historical_maps"), example)
 
 
 def test_a_name_like_no_other_gets_no_suggestion() -> None:

@@ -115,8 +115,6 @@ def test_where_no_bytes_can_be_read_a_question_mark_matches_any_digest(name: str
 
 OF_NUMBERS = [
     ("favor+", {"kernel_epsilon": 0.013}),
-    ("favor++", {"mean_square": 3.7}),
-    ("generalized", {"kernel": "abs"}),
 ]
 
 

@@ -14,10 +14,9 @@ from tests.support.maps import HEADS
 from tests.support.oracle import examples, randoms
 
 INNER: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("elu+1", "relu", "silu", "softmax", "dpfp", "hedgehog")},
+    **{name: {} for name in ("elu+1", "relu", "silu", "softmax", "hedgehog")},
     "favor+": {"num_features": 6, "seed": 0},
     "t2r": HEADS,
-    "cosformer": {"max_length": 100},
 }
 layouts = pytest.mark.parametrize("layout", ["interleaved", "half"])
 
@@ -32,11 +31,11 @@ def paired(name: str, layout: str) -> FeatureMap:
 def test_every_feature_is_both_members_of_a_pair(name: str, layout: str) -> None:
     fmap, (q, k, _) = paired(name, layout), randoms(1, 5, 2, 4)
     assert isinstance(fmap, PairedMap)
-    inner, where = fmap.inner, (torch.arange(5)[None],) if name == "cosformer" else ()
-    for kind in ("head_dim", "positive", "positional", "log_scaled"):
+    inner = fmap.inner
+    for kind in ("head_dim", "positive", "log_scaled"):
         assert getattr(fmap, kind) == getattr(inner, kind)
     for side, x in (("queries", q), ("keys", k)):
-        twice, once = (getattr(made, side)(x, *where) for made in (fmap, inner))
+        twice, once = (getattr(made, side)(x) for made in (fmap, inner))
         if inner.log_scaled:
             (twice, log_scale), (once, expected) = twice, once
             assert torch.equal(log_scale, expected)

@@ -81,11 +81,10 @@ def test_maps_have_the_derivative_that_float64_gives(label: str, side: str, dtyp
     tokens[5], tokens[6], tokens[7, ::2], tokens[8, 1:] = 0, 1, 0, 1e-3
     tokens[9:12] = points(torch.float32)[torch.randperm(30)[:12]].view(3, 4)
     x = tokens.view(1, 8, 2, 4).to(dtype)
-    where = (torch.arange(8)[None],) if fmap.positional else ()
 
     def jacobian(fmap: Any, x: Tensor) -> Tensor:  # (8, 2, f, 4): tokens do not see each other
         x = x.clone().requires_grad_()
-        y = plain(getattr(fmap, side)(x, *where))
+        y = plain(getattr(fmap, side)(x))
         rows = [torch.autograd.grad(y[..., i].sum(), x, retain_graph=True)[0] for i in range(y.shape[-1])]
         return torch.stack(rows, -2)[0]
 

@@ -33,7 +33,7 @@ PLAIN = {
     "paired learned map": {"feature_map": {"name": "paired", "inner": "t2r"}, "num_kv_heads": 2},
     "decay": {"decay": "retnet", "num_kv_heads": 2},
     "decay as numbers": {"decay": [0.5, 0.6, 0.9, 1.0]},
-    "before": {"rope_order": "before", "feature_map": {"name": "dpfp", "nu": 1}},
+    "before": {"rope_order": "before", "feature_map": {"name": "paired"}},
     "rotary as dict": {"rotary": {"layout": "half", "base": 100.0}},
     "rope_parameters": {"rotary": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
     "xpos": {"rotary": {"xpos": 30.0}},

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from linrope import LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
-from linrope.position_encodings import SoftmaxAttention
+from linrope.layer.softmax_attention import SoftmaxAttention
 from tests.layer.cases import ALL, GATED, by_hand, every_option, inputs, make, numbers
 
 

@@ -11,8 +11,6 @@ from torch.testing import assert_close
 from linrope import feature_maps
 from linrope.decode import why_not
 from linrope.models import LanguageModel, LanguageModelConfig
-from linrope.models.encoder_decoder import Decoder, Encoder
-from linrope.position_encodings import RELATIVE
 from tests.layer.cases import ALL, every_option, inputs, make, needs_native, numbers
 
 
@@ -89,8 +87,6 @@ MODELS = {
     "hedgehog": {"feature_map": "hedgehog", "rotary": "selective"},
     "favor+": {"feature_map": "favor+", "decay": "learned", "forget_gate": True, "write_gate": "independent"},
     "softmax": {"attention": "softmax"},
-    "learned positions": {"attention": "softmax", "positions": "learned"},
-    **{name: {"attention": "softmax", "positions": name} for name in RELATIVE},
 }
 every_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 
@@ -111,22 +107,6 @@ def test_a_language_model_calls_every_module_and_computes_the_same_offloaded(opt
         assert why_not(other, same) is not None
         y, z = other(tokens[:, 8:], same)[0], model(tokens[:, 8:], states)[0]
         torch.testing.assert_close(y, z, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["encoder", "decoder"])
-def test_an_encoder_and_a_decoder_compute_the_same_offloaded(name: str) -> None:
-    torch.manual_seed(0)
-    x, context = torch.randn(2, 5, 16), torch.randn(2, 7, 24)
-    if name == "encoder":
-        model, arguments = Encoder(16, 2, 2, feature_map="hedgehog"), (x,)
-    else:
-        model, arguments = (
-            Decoder(16, 2, 2, context_dim=24, feature_map="t2r", forget_gate=True),
-            (x, context),
-        )
-    assert not uncalled(model, model, *arguments)
-    outputs = [y if name == "encoder" else y[0] for y in (model(*arguments), offloaded(model)(*arguments))]
-    assert torch.equal(*outputs)
 
 
 class Sees:

@@ -65,11 +65,9 @@ class Maps(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        options = {"cosformer": {"max_length": 100}, "generalized": {"kernel": "sigmoid"}}
-        seeds = {name: {"seed": 0} for name in ("favor+", "favor+hyperbolic", "favor++", "rff")}
+        seeds = {"favor+": {"seed": 0}}
         self.maps = nn.ModuleList(
-            feature_maps.make(name, 8, **options.get(name, {}), **seeds.get(name, {}))
-            for name in feature_maps.NAMES
+            feature_maps.make(name, 8, **seeds.get(name, {})) for name in feature_maps.NAMES
         )
 
     def forward(self, x: Tensor) -> list[Tensor]:

@@ -86,7 +86,7 @@ NORMALIZER = "^erase_gate: got normalize=True, expected normalize=False, and key
         ({"causal": False}, "^erase_gate: got causal=False, expected causal=True"),
         ({"feature_map": "exp"}, "^feature_map='exp': its features have scales, .* erase_gate; expected 'unit'"),
         *(({"feature_map": name}, "^feature_map=.*: with an erase_gate keys must have length 1, .*expected 'unit'")
-          for name in ("elu+1", "silu", "identity", "dpfp", "t2r")),
+          for name in ("elu+1", "silu", "identity", "t2r")),
         ({"rotary": {"xpos": 512}}, r"^rotary: got xpos=512.*erase_gate, expected xpos=None"),
         ({"trapezoid": True}, "^trapezoid=True: got an erase_gate"),
         ({"forget_gate": True, "write_gate": "tied"}, "^write_gate='tied': expected None with erase_gate='tied'"),

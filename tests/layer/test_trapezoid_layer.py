@@ -86,7 +86,6 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "max_position_emb
         ({"causal": False, "forget_gate": False, "write_gate": None}, "trapezoid: got causal=False"),
         ({"rope_order": "before"}, "trapezoid=True: got rope_order='before', expected 'after'"),
         ({"feature_map": "exp", "normalize": False}, "feature_map='exp': its features have scales, .*such as 'elu"),
-        ({"feature_map": {"name": "cosformer", "max_length": 64}, "rotary": None}, "feature_map=.*: its features dep"),
         *(({"rotary": rotary}, ROTATION) for rotary in ({"axes": 2}, {"xpos": 512}, YARN)),
     ],
 )  # fmt: skip

@@ -8,8 +8,6 @@ import torch
 
 from linrope import LinearRoPEAttention
 from linrope.models import LanguageModel, LanguageModelConfig, generate
-from linrope.models.language_model_config import POSITIONS
-from linrope.position_encodings import RELATIVE
 
 
 def tiny(**options: Any) -> LanguageModelConfig:
@@ -17,16 +15,15 @@ def tiny(**options: Any) -> LanguageModelConfig:
 
 
 TINY = tiny()
-PAIRS = [("linear", name) for name in POSITIONS if name not in RELATIVE]
-PAIRS += [("softmax", name) for name in POSITIONS]
 SOFTMAX = {"attention": "softmax"}
-every_pair = pytest.mark.parametrize(("attention", "positions"), PAIRS)
+PAIRS = [{}, {"rotary": None}, SOFTMAX, SOFTMAX | {"rotary": None}]
+every_pair = pytest.mark.parametrize("options", PAIRS, ids=str)
 
 
 @every_pair
-def test_every_attention_goes_with_its_positions(attention: str, positions: str, tmp_path: Path) -> None:
+def test_every_attention_goes_with_and_without_rotation(options, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = tiny(attention=attention, positions=positions, num_kv_heads=1, max_length=20)
+    config = tiny(**options, num_kv_heads=1)
     model, tokens = LanguageModel(config), torch.randint(256, (2, 12))
     whole, _ = model(tokens)
     whole.sum().backward()
@@ -47,14 +44,14 @@ def test_every_attention_goes_with_its_positions(attention: str, positions: str,
 
 
 @every_pair
-def test_packed_sequences_give_what_each_gives_alone(attention: str, positions: str) -> None:
+def test_packed_sequences_give_what_each_gives_alone(options) -> None:
     torch.manual_seed(0)
-    model = LanguageModel(tiny(attention=attention, positions=positions, max_length=20))
+    model = LanguageModel(tiny(**options))
     tokens, cuts = torch.randint(256, (1, 30)), [0, 9, 9, 20, 30]
     packed, states = model(tokens, cu_seqlens=torch.tensor(cuts))
     for a, b in pairwise(cuts):
         torch.testing.assert_close(packed[:, a:b], model(tokens[:, a:b])[0], rtol=1e-4, atol=1e-5)
-    if attention == "softmax":
+    if "attention" in options:
         assert states == []
         return
     more = torch.randint(256, (1, 8))
@@ -65,11 +62,10 @@ def test_packed_sequences_give_what_each_gives_alone(attention: str, positions: 
         torch.testing.assert_close(part, model(whole)[0][:, b - a :], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("positions", ["rope", "sinusoidal", "learned"])
 @torch.no_grad()
-def test_rows_of_a_pool_continue_from_their_own_positions(positions: str) -> None:
+def test_rows_of_a_pool_continue_from_their_own_positions() -> None:
     torch.manual_seed(0)
-    model = LanguageModel(tiny(positions=positions, max_length=40))
+    model = LanguageModel(TINY)
     texts = [torch.randint(256, (1, n)) for n in (5, 12, 3, 9)]
     each = [model(text)[1] for text in texts]
     pool = [type(rows[0]).cat(rows) for rows in zip(*each, strict=True)]
@@ -84,15 +80,15 @@ def test_rows_of_a_pool_continue_from_their_own_positions(positions: str) -> Non
 
 
 @every_pair
-def test_positions_may_be_given(attention: str, positions: str) -> None:
-    model, tokens = LanguageModel(tiny(attention=attention, positions=positions)), torch.arange(6)
+def test_positions_may_be_given(options) -> None:
+    model, tokens = LanguageModel(tiny(**options)), torch.arange(6)
     plain, _ = model(tokens[None])
     given, _ = model(tokens[None], positions=torch.arange(6))
     spread, _ = model(tokens[None], positions=torch.arange(6) * 3)
     packed, _ = model(tokens[None], positions=torch.arange(6) * 3, cu_seqlens=torch.tensor([0, 6]))
     torch.testing.assert_close(given, plain)
     torch.testing.assert_close(packed, spread, rtol=1e-4, atol=1e-5)
-    assert torch.allclose(spread, plain, atol=1e-6) == (positions == "none")
+    assert torch.allclose(spread, plain, atol=1e-6) == ("rotary" in options)
 
 
 @pytest.mark.parametrize(
@@ -104,18 +100,16 @@ def test_positions_may_be_given(attention: str, positions: str) -> None:
         ({"rotary": "selective"}, "interleaved", 16),
         ({"rotary": "half"}, "half", 16),
         ({"rotary": None}, None, 0),
-        ({"positions": "none"}, None, 0),
         (SOFTMAX, "interleaved", 16),
         (SOFTMAX | {"rotary": {"partial_rotary_factor": 0.25}}, "interleaved", 4),
         (SOFTMAX | {"rotary": "half"}, "half", 16),
         (SOFTMAX | {"rotary": None}, None, 0),
-        (SOFTMAX | {"positions": "none"}, None, 0),
     ],
     ids=str,
 )
 def test_a_quarter_of_the_features_turns_and_all_in_softmax_attention(options, layout, turned) -> None:
     layer = LanguageModel(tiny(head_dim=16, **options)).blocks[0].attention
-    rotary = layer.encoding if "attention" in options else layer.rotary
+    rotary = layer.rotary
     assert (getattr(rotary, "layout", None), getattr(rotary, "rotary_dim", 0)) == (layout, turned)
 
 
@@ -139,33 +133,18 @@ def test_what_is_not_random_in_a_new_layer_starts_alike_in_a_model(options, part
     assert all(torch.equal(layer[name], one[name]) for name in fixed)
 
 
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_learned_positions_end(attention: str) -> None:
-    model = LanguageModel(tiny(attention=attention, positions="learned", max_length=8))
-    with pytest.raises(ValueError, match=r"positions: got 0 \.\. 8, expected 0 \.\. 7"):
-        model(torch.zeros(1, 9, dtype=torch.int64))
-    tokens = generate(model, torch.zeros(1, 6, dtype=torch.int64), 10)
-    with pytest.raises(ValueError, match=r"positions: got 8 \.\. 8, expected 0 \.\. 7"):
-        list(tokens)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"attention": "softmix"}, "attention='softmix': expected one of linear, softmax; did you mean 'softmax'"),
-        ({"positions": "learnt"}, "positions='learnt': expected one of rope, .*did you mean 'learned'"),
-        ({"rotary": "both", "positions": "none"},
+        ({"rotary": "both"},
          "rotary='both': expected one of interleaved, half, selective, a dict, a Rotary, a module or None"),
-        ({"positions": "shaw"}, "positions='shaw': adds a term to the n x m scores, .*attention='softmax'"),
-        ({"rotary": "half", "positions": "none"}, "rotary={'layout': 'half'}: expected positions='rope', not 'none'"),
-        ({"positions": "learned", "max_length": 0}, "max_length=0"),
         ({"value_head_dim": 0}, "value_head_dim=0: expected at least 1"),
         ({"hidden_dim": -8}, "hidden_dim=-8: expected at least 1"),
         ({"decay": "fast"}, "decay='fast'"),
         ({"short_conv": "silu"}, "short_conv='silu': expected the number of taps"),
         ({"init": "xavier"}, "init='xavier': expected one of fan-in, gpt-2"),
         ({"rotary": {"name": "selected"}}, "rotary='selected': expected one of selective"),
-        ({"positions": "sinusoidal", "embed_dim": 9, "num_heads": 3}, "dim=9"),
         *((SOFTMAX | options, message) for options, message in [
             ({"trapezoid": True}, "trapezoid=True: expected False with attention='softmax'"),
             ({"decay": "retnet"}, "decay={'name': 'retnet'}: expected None"),
@@ -189,7 +168,7 @@ def test_without_a_forget_gate_a_decay_is_the_default_beside_a_rotation() -> Non
         return LanguageModel(tiny(**options)).blocks[0].attention.decay
 
     assert decay(forget_gate=False).tolist() == [2**-1, 2 ** (-1 / 4096)]
-    assert decay(forget_gate=False, rotary=None) is decay(forget_gate=False, positions="sinusoidal") is None
+    assert decay(forget_gate=False, rotary=None) is None
     assert decay() is decay(forget_gate={}) is decay(decay=None) is None
 
 
@@ -206,7 +185,7 @@ def test_state_memory_does_not_grow(model: LanguageModel) -> None:
         {"decay": "retnet"},
         {**GATES, "decay": {"name": "learned", "longest": 100}, "qk_norm": True,
          "rotary": {"name": "selective", "bound": "add"}},
-        {"feature_map": {"name": "dpfp", "nu": 2}},
+        {"feature_map": {"name": "paired", "inner": "relu"}},
         {"rotary": None, "gate": False, "out_norm": False},
         {"num_value_heads": 4, "qk_norm": True, "qk_bias": True, "trapezoid": True},
         {"feature_map": "silu", "normalize": False},
@@ -317,7 +296,7 @@ def test_states_that_are_not_asked_for_are_not_made(model: LanguageModel) -> Non
         ({}, [[True]], None, "tokens: got torch.bool, expected integers"),
         ({}, [1, 2], None, r"tokens: got shape \(2,\), expected \(b, n\)"),
         *((options, tokens, bounds, f"cu_seqlens: {message}")
-          for options in ({}, SOFTMAX | {"positions": "none"})
+          for options in ({}, SOFTMAX | {"rotary": None})
           for tokens, bounds, message in [
             ([[0] * 6], [0, 3, 99], r"got \[0, 3, 99\], expected numbers that rise from 0 to the length, 6"),
             ([[0] * 6], [1, 3, 6], r"got \[1, 3, 6\]"),
@@ -338,8 +317,6 @@ def test_other_tokens_and_bounds_are_refused(options, tokens, bounds, message: s
     [
         ({}, None, "got 2 sequences, expected 1"),
         ({}, [0, 4], "got 2 sequences, expected 1"),
-        ({"positions": "learned"}, None, "got 2 sequences, expected 1"),
-        ({"positions": "learned"}, [0, 4], "got 2 sequences, expected 1"),
         (SOFTMAX, [0, 4], "got a list with cu_seqlens"),
     ],
     ids=str,

@@ -36,13 +36,13 @@ AT_100 = random_state(*randoms(1, N, G, D)[1:], {}, position=100)
 FADING: dict[str, Any] = {"decay": torch.full((G,), 0.5)}
 GRID: dict[str, Any] = {"rotary": Rotary.axial(D, 2)}
 XPOS = Rotary(D, xpos=9.0)
-DPFP, COSFORMER = feature_maps.make("dpfp", D, nu=1), feature_maps.make("cosformer", D, max_length=9)
+PAIRED = feature_maps.make("paired", D)
 GATES_OF_SHAPES = ((1, N), (1, N, G, 1), (2, N, G), (1, N + 1, G), (1, 1, G), (1, N, 3))
 # Wrong numbers of units, the right one, and the rotation that it depends on
 UNITS: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (3, D, {}), (0, D, {}), (1, D, {}), (D, 2, {"rotary": Rotary(D)}), (1, 2, {"rotary": Rotary(D)}),
     (2, 3, {"rotary": Rotary(D, rotary_dim=2, layout="half")}), (D, 3, {"angle_steps": zeros(1, N, G, 1)}),
-    (D, 6, {"rotary": Rotary(2 * D, rotary_dim=4), "feature_map": DPFP}),
+    (D, 6, {"rotary": Rotary(2 * D, rotary_dim=4), "feature_map": PAIRED}),
 )  # fmt: skip
 STEPS_OF_SHAPES = ((1, N, G), (1, N, G, 2, 1), (2, N, G, 2), (1, N - 1, G, 2), (1, N, 3, 2))
 BOUNDS = ((1, N), (0, 3, 2, N), (0, 4), (0, 6), (0, -1, N), (-1, N))
@@ -123,11 +123,9 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"positions": zeros(1, N, 3).long(), **GRID}, "positions: got shape (1, 5, 3), expected (5, 2) or (1, 5, 2)"),
     ({"positions": zeros(N, 2).long(), "m": 3, "causal": False, **GRID},
      "key_positions: got None, expected coordinates"),
-    ({"positions": zeros(N, 2).long(), "rotary": Rotary.axial(2 * D, 2), "feature_map": COSFORMER},
-     "expected one with axes=None"),
     # names
     ({"rope_order": "between"}, NO_ORDER),
-    ({"rope_order": "before", "rotary": Rotary(2 * D), "feature_map": DPFP},
+    ({"rope_order": "before", "rotary": Rotary(2 * D), "feature_map": PAIRED},
      "rotary: got dim=8, expected the head dim, 4"),
     ({"feature_map": "hedgehog"},
      "feature_map='hedgehog': it has weights or a projection of its own; expected the object"),

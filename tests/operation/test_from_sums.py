@@ -112,7 +112,7 @@ def test_other_calls_copy_swapped_memory() -> None:
         ({"z": torch.zeros(1, 2, 5)}, ValueError, "expected .b, g, f, e., .b, g, f., .b,."),
         ({"position": torch.zeros(1)}, TypeError, "state.position: got torch.float32, expected int64"),
         ({"feature_map": "elu"}, ValueError, "feature_map='elu'"),
-        ({"feature_map": "dpfp"}, ValueError, "feature_map='dpfp': got kv of 4 features, expected the object"),
+        ({"feature_map": "taylor2"}, ValueError, "feature_map='taylor2': got kv of 4 features, expected the object"),
         ({"rope_order": "during"}, ValueError, "rope_order='during'"),
         ({"rotary": "half"}, TypeError, "rotary: got str, expected a Rotary, such as Rotary.dim"),
     ],

@@ -232,8 +232,7 @@ def _features(
     if name in ELEMENTWISE:
         return [(ELEMENTWISE[name](x), None) for x in (q, k)]
     assert isinstance(fmap, FeatureMap), fmap
-    where = ((given,), (at_keys,)) if fmap.positional else ((), ())
-    both: list[Any] = [fmap.queries(q, *where[0]), fmap.keys(k, *where[1])]
+    both: list[Any] = [fmap.queries(q), fmap.keys(k)]
     return [(x[0], x[1].detach()) if fmap.log_scaled else (x, None) for x in both]
 
 

@@ -93,11 +93,10 @@ def fits(row: Row) -> bool:
         row["tokens"] == "one" and "state" not in given,  # then gradients that are 0 are all rounding
         n != m and (row["causal"] == "causal" or {"cu_seqlens", "angle_steps"} & given),
         (rotary == "xpos" or before) and "angle_steps" in given,
-        rotary == "two axes" and ("decay" in given or "cosformer" in row["feature_map"]),
+        rotary == "two axes" and "decay" in given,
         "key_positions" in given and (by_position or "log_decay" in given),
         # Before the map, angles are formed in the dtype of q and k, in which large ones have few digits.
         (by_position or before) and row["positions"] not in ("none", "rising"),
-        "cosformer" in row["feature_map"] and {"positions", "key_positions"} & given,  # longer than its max_length
         row["normalize"] == "yes" and not is_positive(row["feature_map"]),
         # Their normalizer may be 0, and the rotated numerator's rounding is then divided by eps.
         row["normalize"] == "yes" and row["feature_map"] in ("relu", "relu2") and row["eps"] == "small",
@@ -232,7 +231,7 @@ def problem(
 
 
 def _keys(fmap: FeatureMap, k: Tensor) -> Tensor:
-    psi = fmap.keys(k, *((torch.arange(k.shape[1])[None],) if fmap.positional else ()))
+    psi = fmap.keys(k)
     return psi[0] if fmap.log_scaled else psi
 
 

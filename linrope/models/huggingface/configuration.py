@@ -15,9 +15,9 @@ from linrope.feature_maps.random_features import RandomFeatureMap
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.choices import partial_dim
 from linrope.layer.config import OPTIONS, PARTS, LayerConfig
+from linrope.layer.softmax_attention import SoftmaxAttention
 from linrope.layer.typed_options import CommonOptions, LinearOptions
 from linrope.models.huggingface.parallel import TP_PLAN
-from linrope.position_encodings import SoftmaxAttention
 from linrope.rotation.rotary import Rotary
 
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -277,7 +277,7 @@ def make_attention(config: LinRopeConfig, layer_type: str) -> LinearRoPEAttentio
     shared = layer.shared()
     if config.plain_full_attention:
         shared = {name: option for name, option in shared.items() if name not in PARTS}
-    return SoftmaxAttention(layer.embed_dim, layer.num_heads, positions=rotary, **shared)
+    return SoftmaxAttention(layer.embed_dim, layer.num_heads, rotary=rotary, **shared)
 
 
 def _layer_types(layers: int, interval: int | None) -> list[str]:

@@ -38,7 +38,7 @@ def test_rope_parameters_reach_both_kinds_of_layers() -> None:
     rope = {"rope_theta": 1e6, "rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}
     linear, full = causal_lm(full_attention_interval=2, rope_parameters=rope).model.layers
     theta = torch.tensor([1, 1e6**-0.5], dtype=torch.float64, device="cpu") / 4
-    for rotary in (linear.self_attn.rotary, full.self_attn.encoding):
+    for rotary in (linear.self_attn.rotary, full.self_attn.rotary):
         torch.testing.assert_close(rotary.theta, theta)
         assert (rotary.layout, rotary.rotary_dim) == ("half", 4)
 

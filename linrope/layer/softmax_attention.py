@@ -1,4 +1,4 @@
-"""Softmax attention with the interface of LinearRoPEAttention, for comparison."""
+"""Softmax attention with the interface of LinearRoPEAttention, for hybrids and for comparison."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,40 +9,36 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from linrope.common.argument_checks import check_name
 from linrope.common.keywords import check_keywords, shows
+from linrope.layer.choices import make_rotary
 from linrope.layer.config import DEFAULTS, SHARED, LayerConfig
 from linrope.layer.fitting import check_inputs
 from linrope.layer.key_value_state import KeyValueState
 from linrope.layer.mixer import Mixer, rotary_in_words
 from linrope.layer.recording import record
-from linrope.layer.typed_options import SharedOptions
+from linrope.layer.typed_options import Options, SharedOptions
 from linrope.operation.checks import check_mask, check_packing
 from linrope.operation.positions import resolve_positions, spell_out_positions
-from linrope.position_encodings.absolute import ABSOLUTE
-from linrope.position_encodings.relative import RELATIVE, RelativeEncoding
 from linrope.recurrence.packing import owners
 from linrope.rotation.rotary import Rotary
 
 
 class SoftmaxAttention(Mixer):
-    """Multi-head softmax attention with a position encoding.
+    """Multi-head softmax attention with a rotation.
 
         q, k, v = conv(W_q x), conv(W_k c), conv(W_v c)       c = context, or x
-        out = softmax(scores(q, k)) v                         scores = <q_i, k_j> / sqrt(d), or the encoding's
+        out = softmax(<R q_i, R k_j> / sqrt(d)) v             R: the rotation of RoFormer eq. 15
         y = W_o ((norm(out) + D v) * silu(W_g x))
 
     Convolution, norm, skip D and gate are options, so that softmax and linear attention can be compared in one block.
 
-    x is (b, n, embed_dim), context (b, m, embed_dim). Time grows with n m; so does memory with a relative encoding, a
-    key_mask, a state or packed sequences. The attention of a query that sees no key is exactly 0. Absolute encodings
-    are added to x before this layer.
+    x is (b, n, embed_dim), context (b, m, embed_dim). Time grows with n m; so does memory with a
+    key_mask, a state or packed sequences. The attention of a query that sees no key is exactly 0.
 
     Args:
         embed_dim: the size of x and y.
         num_heads: h.
-        positions: "rope", "none", "shaw", "transformer-xl", "deberta", a RelativeEncoding, or a Rotary of
-            head_dim.
+        rotary: as in ``linrope.layer.config.LayerConfig``, without axes, xpos and steps.
         device: the device of the weights.
         dtype: the dtype of the weights.
         **options: num_kv_heads, head_dim, value_head_dim, causal, short_conv, qk_norm, out_norm, skip, gate and bias,
@@ -51,13 +47,13 @@ class SoftmaxAttention(Mixer):
 
     Raises:
         TypeError: an option is unknown, a size is not an integer, or a switch is not a bool.
-        ValueError: one size is not a multiple of another as required, a name is unknown, or the encoding has other
-            sizes.
+        ValueError: one size is not a multiple of another as required, a name is unknown, or the rotation is of
+            another kind or size.
 
-    Source: Vaswani et al. 2017, arXiv 1706.03762; with "rope" RoFormer eq. 16 (arXiv 2104.09864).
+    Source: Vaswani et al. 2017, arXiv 1706.03762; RoFormer eq. 16 (arXiv 2104.09864).
 
-    >>> from linrope.position_encodings import SoftmaxAttention
-    >>> layer = SoftmaxAttention(256, 4, positions="deberta")
+    >>> from linrope.layer.softmax_attention import SoftmaxAttention
+    >>> layer = SoftmaxAttention(256, 4)
     >>> x = torch.randn(2, 100, 256)
     >>> y, state = layer(x, return_state=True)
     >>> layer(x[:, :1], state=state).shape  # the 101st token sees all keys before it
@@ -70,23 +66,25 @@ class SoftmaxAttention(Mixer):
         embed_dim: int,
         num_heads: int,
         *,
-        positions: str | RelativeEncoding | Rotary = "rope",
+        rotary: str | Options | Rotary | None = "interleaved",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
         check_keywords("SoftmaxAttention", options, SHARED)
-        config = LayerConfig(embed_dim, num_heads, **options)
+        config = LayerConfig(embed_dim, num_heads, rotary=rotary, **options)
         super().__init__(config, {"device": device, "dtype": dtype})
         self.causal = config.causal
-        self.encoding = _make(positions, self.num_heads, self.head_dim, self.value_head_dim)
-        if isinstance(self.encoding, nn.Module):
-            self.encoding.to(device=device, dtype=dtype)
+        if config.has_selective_steps or isinstance(config.rotary, nn.Module):
+            raise ValueError(f"rotary={rotary!r}: expected a rotation without steps")
+        self.rotary = make_rotary(config.rotary, self.head_dim)
+        if (r := self.rotary) and (r.dim != self.head_dim or r.axes is not None or r.xpos is not None):
+            raise ValueError(f"rotary={rotary}: expected dim={self.head_dim}, without axes and xpos")
 
     def extra_repr(self) -> str:
         """The sizes and the rotation, in one line."""
-        rotary = f", rotary={rotary_in_words(self.encoding)}" if isinstance(self.encoding, Rotary) else ""
-        return super().extra_repr() + rotary + ("" if self.causal else ", causal=False")
+        rotary = "None" if self.rotary is None else rotary_in_words(self.rotary)
+        return super().extra_repr() + f", rotary={rotary}" + ("" if self.causal else ", causal=False")
 
     def forward(
         self,
@@ -126,7 +124,7 @@ class SoftmaxAttention(Mixer):
             )
         q, k, v = self._queries(q), self._keys(k), self._values(v)
         skip_values = v
-        rotary = self.encoding if isinstance(self.encoding, Rotary) else None
+        rotary = self.rotary
         identity = str(rotary and rotary.identity)
 
         if state is not None:
@@ -154,15 +152,8 @@ class SoftmaxAttention(Mixer):
         new_state = replace(new_state, conv=conv_inputs)
         record(partial(self._state_after, projected, before, new_state))
 
-        if isinstance(self.encoding, RelativeEncoding):
-            mask = self._mask(new_state.mask, n, cu_seqlens)
-            repeats = q.shape[2] // k.shape[2]
-            keys, values = (x.repeat_interleave(repeats, 2) for x in (new_state.k, new_state.v))
-            out = self.encoding(q, keys, values, q_positions, new_state.positions, mask)
-        elif unmasked:
-            out = _attend(q, new_state, self.causal, None)
-        else:
-            out = _attend(q, new_state, self.causal, self._mask(new_state.mask, n, cu_seqlens))
+        mask = None if unmasked else self._mask(new_state.mask, n, cu_seqlens)
+        out = _attend(q, new_state, self.causal, mask)
         y = self._output(out, skip_values, x)
         return (y, new_state) if return_state else y
 
@@ -205,32 +196,6 @@ def _attend(q: Tensor, state: KeyValueState, causal: bool, mask: Tensor | None) 
     no_keys = ~mask.any(-1, keepdim=True)  # such a query would give NaN: it sees all keys, then becomes 0
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | no_keys, **options)
     return out.masked_fill(no_keys, 0).transpose(1, 2)
-
-
-def _make(
-    positions: str | RelativeEncoding | Rotary, num_heads: int, d: int, e: int
-) -> RelativeEncoding | Rotary | None:
-    if isinstance(positions, RelativeEncoding):
-        sizes = (positions.num_heads, positions.head_dim, positions.value_head_dim)
-        if sizes != (num_heads, d, e):
-            raise ValueError(
-                f"positions={positions}: made for (h, d, e) = {sizes}, expected {(num_heads, d, e)}"
-            )
-        return positions
-    if isinstance(positions, Rotary):
-        if positions.dim != d or positions.axes is not None or positions.xpos is not None:
-            raise ValueError(f"positions={positions}: expected dim={d}, without axes and xpos")
-        return positions
-    names = ("rope", "none", *RELATIVE)
-    if positions in ABSOLUTE:
-        raise ValueError(
-            f"positions={positions!r}: add an absolute encoding to x before the layer; expected one of "
-            f"{', '.join(names)}"
-        )
-    check_name("positions", positions, names, also="a RelativeEncoding or Rotary")
-    if positions == "rope":
-        return Rotary(d)
-    return None if positions == "none" else RELATIVE[positions](num_heads, d, e)
 
 
 def _check_state(state: KeyValueState, k: Tensor, v: Tensor, identity: str) -> None:

@@ -1,4 +1,4 @@
-"""SoftmaxAttention: softmax of an encoding's scores between projections, masks, states, packing."""
+"""SoftmaxAttention: softmax of rotated products between projections, masks, states, packing."""
 
 import copy
 import math
@@ -10,15 +10,16 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention, Rotary
-from linrope.position_encodings import RELATIVE, KeyValueState, RelativeEncoding, Shaw, SoftmaxAttention
+from linrope.layer.key_value_state import KeyValueState
+from linrope.layer.softmax_attention import SoftmaxAttention
 
-NAMES = ("rope", "none", *RELATIVE)
-every_encoding = pytest.mark.parametrize("name", NAMES)
+ROTATIONS = ("interleaved", None)
+every_rotation = pytest.mark.parametrize("rotary", ROTATIONS)
 
 
-def make(name: str | Rotary | RelativeEncoding = "rope", **options) -> SoftmaxAttention:
+def make(rotary: str | Rotary | None = "interleaved", **options) -> SoftmaxAttention:
     torch.manual_seed(0)
-    layer = SoftmaxAttention(8, 2, positions=name, **options).double()
+    layer = SoftmaxAttention(8, 2, rotary=rotary, **options).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.5)
@@ -34,27 +35,18 @@ def numbers(*shape: int, seed: int = 1) -> Tensor:
 def by_hand(
     layer: SoftmaxAttention, x: Tensor, context: Tensor, positions: Tensor, key_positions: Tensor, seen: Tensor
 ) -> Tensor:  # fmt: skip
-    """The layer's equation. positions (b, n), key_positions (b, m); seen (b, n, m): the keys that each query sees.
-
-    The scores and values of an encoding are its own; test_relative checks them pair by pair.
-    """
-    h, g, encoding = layer.num_heads, layer.num_kv_heads, layer.encoding
+    """The layer's equation. positions (b, n), key_positions (b, m); seen (b, n, m): the keys that each query sees."""
+    h, g, rotary = layer.num_heads, layer.num_kv_heads, layer.rotary
     q = layer.q_proj(x).unflatten(-1, (h, -1))
     k, v = (
         y(context).unflatten(-1, (g, -1)).repeat_interleave(h // g, 2) for y in (layer.k_proj, layer.v_proj)
     )
-    if isinstance(encoding, RelativeEncoding):
-        scores = encoding.scores(q, k, positions, key_positions)
-    else:
-        if encoding is not None:
-            q, k = encoding(q, positions), encoding(k, key_positions)
-        scores = torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(layer.head_dim)
+    if rotary is not None:
+        q, k = rotary(q, positions), rotary(k, key_positions)
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(layer.head_dim)
     weights = scores.exp() * seen[:, None]
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)  # a query without keys: 0
-    if isinstance(encoding, RelativeEncoding):
-        out = encoding.values(weights, v, positions, key_positions)
-    else:
-        out = torch.einsum("bhnm,bmhe->bnhe", weights, v)
+    out = torch.einsum("bhnm,bmhe->bnhe", weights, v)
     return layer.o_proj(out.flatten(-2))
 
 
@@ -62,12 +54,12 @@ def order(b: int, n: int) -> Tensor:
     return torch.ones(b, n, n, dtype=torch.bool).tril()
 
 
-@every_encoding
+@every_rotation
 @pytest.mark.parametrize(
     "options", [{}, {"value_head_dim": 9}, {"num_kv_heads": 1, "head_dim": 6, "value_head_dim": 3, "bias": True}]
 )  # fmt: skip
-def test_it_is_softmax_of_the_scores(name: str, options) -> None:
-    layer, x, positions = make(name, **options), numbers(2, 5, 8), torch.arange(5).expand(2, 5)
+def test_it_is_softmax_of_the_scores(rotary, options) -> None:
+    layer, x, positions = make(rotary, **options), numbers(2, 5, 8), torch.arange(5).expand(2, 5)
     assert_close(layer(x), by_hand(layer, x, x, positions, positions, order(2, 5)))
     positions = torch.tensor([[4, 0, 9, 2, 2], [30, 1, 2, 3, 4]])
     mask = torch.tensor([[True, False, True, True, False], [False, True, True, False, True]])
@@ -76,9 +68,9 @@ def test_it_is_softmax_of_the_scores(name: str, options) -> None:
     assert_close(layer(x, positions=positions, key_mask=mask), expected)
 
 
-@every_encoding
-def test_cross_attention_sees_all_keys_of_the_context(name: str) -> None:
-    layer, x, context = make(name, causal=False), numbers(2, 5, 8), numbers(2, 3, 8, seed=2)
+@every_rotation
+def test_cross_attention_sees_all_keys_of_the_context(rotary) -> None:
+    layer, x, context = make(rotary, causal=False), numbers(2, 5, 8), numbers(2, 3, 8, seed=2)
     here, there = torch.arange(5).expand(2, 5), torch.arange(3).expand(2, 3)
     seen = torch.ones(2, 5, 3, dtype=torch.bool)
     assert_close(layer(x, context), by_hand(layer, x, context, here, there, seen))
@@ -86,17 +78,17 @@ def test_cross_attention_sees_all_keys_of_the_context(name: str) -> None:
     assert_close(out, by_hand(layer, x, context, here + 7, there * 3, seen))
 
 
-@every_encoding
-def test_a_shift_of_all_positions_changes_nothing(name: str) -> None:
-    layer, x = make(name), numbers(2, 6, 8)
+@every_rotation
+def test_a_shift_of_all_positions_changes_nothing(rotary) -> None:
+    layer, x = make(rotary), numbers(2, 6, 8)
     assert_close(layer(x, positions=torch.arange(6) + 100_003), layer(x), rtol=0, atol=1e-9)
     moved = layer(x, positions=torch.tensor([0, 1, 2, 3, 4, 9]))
-    assert torch.allclose(moved, layer(x)) == (name == "none")
+    assert torch.allclose(moved, layer(x)) == (rotary is None)
 
 
-@every_encoding
-def test_cut_anywhere_and_resumed_gives_what_one_call_gives(name: str) -> None:
-    layer, x = make(name, num_kv_heads=1), numbers(2, 7, 8)
+@every_rotation
+def test_cut_anywhere_and_resumed_gives_what_one_call_gives(rotary) -> None:
+    layer, x = make(rotary, num_kv_heads=1), numbers(2, 7, 8)
     mask = torch.tensor([[True] * 7, [False, True, True, False, True, True, True]])
     for key_mask in (None, mask):
         whole, end = layer(x, key_mask=key_mask, return_state=True)
@@ -141,31 +133,31 @@ def test_states_are_copied_and_reordered() -> None:
 
 def test_a_state_of_another_theta_is_refused() -> None:
     theta, x = torch.rand(16), torch.zeros(1, 3, 32)
-    one, other = (SoftmaxAttention(32, 1, positions=Rotary(32, theta=y)) for y in (theta, theta.flip(0)))
+    one, other = (SoftmaxAttention(32, 1, rotary=Rotary(32, theta=y)) for y in (theta, theta.flip(0)))
     with pytest.raises(ValueError, match="state: made with"):
         other(x, state=one(x, return_state=True)[1])
 
 
-@every_encoding
-def test_packed_sequences_are_separate_ones(name: str) -> None:
-    layer, x = make(name), numbers(1, 9, 8)
+@every_rotation
+def test_packed_sequences_are_separate_ones(rotary) -> None:
+    layer, x = make(rotary), numbers(1, 9, 8)
     for cuts in ([0, 4, 9], [0, 0, 3, 3, 4, 9, 9], [0, 9]):
         out = layer(x, cu_seqlens=torch.tensor(cuts, dtype=torch.int32))
         separate = [layer(x[:, a:b]) for a, b in pairwise(cuts)]
         assert_close(out, torch.cat(separate, 1))
 
 
-@every_encoding
-def test_later_tokens_do_not_change_one_bit(name: str) -> None:
-    layer, x = make(name), numbers(1, 40, 8)
+@every_rotation
+def test_later_tokens_do_not_change_one_bit(rotary) -> None:
+    layer, x = make(rotary), numbers(1, 40, 8)
     changed = x.clone()
     changed[:, 25:] = 99.0
     assert torch.equal(layer(x)[:, :25], layer(changed)[:, :25])
 
 
-@every_encoding
-def test_a_query_without_keys_gives_zero_and_finite_gradients_that_reach_every_parameter(name: str) -> None:
-    layer, x = make(name), numbers(2, 6, 8).requires_grad_()
+@every_rotation
+def test_a_query_without_keys_gives_zero_and_finite_gradients_that_reach_every_parameter(rotary) -> None:
+    layer, x = make(rotary), numbers(2, 6, 8).requires_grad_()
     mask = torch.tensor([[False] * 6, [False, False, True, False, True, True]])
     y = layer(x, key_mask=mask)
     assert torch.equal(y[0], torch.zeros(6, 8, dtype=torch.float64))
@@ -180,19 +172,19 @@ def test_a_query_without_keys_gives_zero_and_finite_gradients_that_reach_every_p
     assert not layer(x, x[:, :0]).any()
 
 
-@every_encoding
-def test_what_masked_keys_hold_does_not_matter(name: str) -> None:
-    layer, x = make(name), numbers(1, 6, 8)
+@every_rotation
+def test_what_masked_keys_hold_does_not_matter(rotary) -> None:
+    layer, x = make(rotary), numbers(1, 6, 8)
     mask = torch.tensor([[True, False, True, True, False, True]])
     y = x.clone()
     y[:, ~mask[0]] = torch.inf
     assert torch.equal(layer(x, key_mask=mask)[mask], layer(y, key_mask=mask)[mask])
 
 
-@every_encoding
+@every_rotation
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_it_runs_in_half_precision_and_under_autocast(name: str, dtype: torch.dtype) -> None:
-    layer, x = make(name), numbers(2, 7, 8)
+def test_it_runs_in_half_precision_and_under_autocast(rotary, dtype: torch.dtype) -> None:
+    layer, x = make(rotary), numbers(2, 7, 8)
     expected = layer(x)
     twin = copy.deepcopy(layer).to(dtype)
     half, state = twin(x.to(dtype), return_state=True)
@@ -207,21 +199,18 @@ def test_it_runs_in_half_precision_and_under_autocast(name: str, dtype: torch.dt
 
 
 def test_length_0_and_batch_0_give_empty_outputs() -> None:
-    for name in NAMES:
+    for rotary in ROTATIONS:
         for shape in ((2, 0, 8), (0, 5, 8)):
-            y, state = make(name)(numbers(*shape), return_state=True)
+            y, state = make(rotary)(numbers(*shape), return_state=True)
             assert y.shape == shape
             assert state.position.shape == shape[:1]
 
 
-def test_encodings_may_be_given_as_objects() -> None:
+def test_rotations_may_be_given_as_objects() -> None:
     x = numbers(1, 5, 8)
-    assert torch.equal(make(Rotary(4))(x), make("rope")(x))
-    assert not torch.allclose(make(Rotary(4, base=10.0))(x), make("rope")(x))
-    assert make(Shaw(2, 4, max_distance=1))(x).shape == x.shape
-    with torch.device("meta"):
-        layer = SoftmaxAttention(8, 2, positions="deberta", dtype=torch.bfloat16)
-    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
+    assert torch.equal(make(Rotary(4))(x), make()(x))
+    assert not torch.allclose(make(Rotary(4, base=10.0))(x), make()(x))
+    assert torch.equal(make({"base": 10.0})(x), make(Rotary(4, base=10.0))(x))
 
 
 def test_attention_factor_scales_queries_and_keys() -> None:
@@ -236,12 +225,10 @@ def test_attention_factor_scales_queries_and_keys() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"positions": "show"}, r"positions='show': expected one of rope, .*did you mean 'shaw'"),
-        ({"positions": "learned"}, "positions='learned': add an absolute encoding"),
-        ({"positions": Shaw(2, 8)}, r"made for .* \(2, 8, 8\), expected \(2, 4, 4\)"),
-        ({"positions": Rotary(8)}, "expected dim=4"),
-        ({"positions": Rotary(4, xpos=512)}, "without axes and xpos"),
-        ({"positions": None}, "positions=None: expected one of rope"),
+        ({"rotary": "both"}, "rotary='both': expected one of interleaved, half"),
+        ({"rotary": "selective"}, "rotary='selective': expected a rotation without steps"),
+        ({"rotary": Rotary(8)}, "expected dim=4"),
+        ({"rotary": Rotary(4, xpos=512)}, "without axes and xpos"),
         ({"num_kv_heads": 3}, "num_kv_heads=3: expected a divisor of num_heads=2"),
         ({"head_dim": 0}, "head_dim=0"),
         ({"embed_dim": 9}, "embed_dim=9: expected a multiple of num_heads=2"),
