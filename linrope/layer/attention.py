@@ -136,10 +136,6 @@ class LinearRoPEAttention(Mixer):
         if config.erase_gate is not None:
             tied, largest = config.tied_erase_gate, config.erase_gate.largest
             self.erase_gate = EraseGate(x_dim, g, largest, tied=tied, **factory)
-        # A norm per head cancels a factor per token and head, unless something else was added before it.
-        self._out_norm_replaces_normalizer = (
-            self.normalize and self.norm_over == "head" and config.skip != "before" and not new_map.log_scaled
-        )
         # The normalizer keeps outputs near the size of the values, so that an eps of 1e-6 is small beside their square.
         # Without it outputs may be tiny.
         if self._out_norm_replaces_normalizer and config.out_norm is not None and config.out_norm.eps is None:
@@ -189,6 +185,21 @@ class LinearRoPEAttention(Mixer):
         # Not a projection's weight: a quantized projection may have no such tensor.
         tensors = (*self.parameters(), *self.buffers())
         return self._decay_on(tensors[0].device if tensors else torch.device("cpu"))
+
+    @property
+    def _out_norm_replaces_normalizer(self) -> bool:
+        """True if the output norm cancels the normalizer: one per head does, unless the skip is added before it.
+
+        The layer then leaves the normalizer out, except in float16.
+        """
+        norm = self.out_norm
+        return (
+            self.normalize
+            and norm is not None
+            and norm.over == "head"
+            and (self.skip is None or norm.skip_order == "after")
+            and not self.feature_map.log_scaled
+        )
 
     def _decay_on(self, device: torch.device) -> Tensor | None:
         if self.decay_logit is not None:
