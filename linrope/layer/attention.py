@@ -188,10 +188,7 @@ class LinearRoPEAttention(Mixer):
 
     @property
     def _out_norm_replaces_normalizer(self) -> bool:
-        """True if the output norm cancels the normalizer: one per head does, unless the skip is added before it.
-
-        The layer then leaves the normalizer out, except in float16.
-        """
+        """True if the output norm cancels the normalizer: one per head does, unless the skip is added before it."""
         norm = self.out_norm
         return (
             self.normalize
@@ -239,16 +236,8 @@ class LinearRoPEAttention(Mixer):
             numbers = "meta" if decay.is_meta else ", ".join(f"{x:.4g}" for x in decay.tolist())
             text += f", decay={'learned ' if self.decay_logit is not None else ''}[{numbers}]"
         parts = (
-            "forget_gate",
-            "write_gate",
-            "erase_gate",
-            "trapezoid",
-            "short_conv",
-            "q_norm",
-            "q_bias",
-            "out_norm",
-            "skip",
-            "g_proj",
+            *("forget_gate", "write_gate", "erase_gate", "trapezoid", "short_conv"),
+            *("q_norm", "q_bias", "out_norm", "skip", "g_proj"),
         )
         names = {"q_norm": "qk_norm", "q_bias": "qk_bias", "g_proj": "gate"}
         there = {name: getattr(self, name) is not None for name in parts}

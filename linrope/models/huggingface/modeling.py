@@ -22,19 +22,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from linrope.decode.parts import BlockParts, ModelParts
 from linrope.distributed.shard import Shard
 from linrope.layer.norm import RMSNorm, silu_product
-from linrope.layer.recording import recording
+from linrope.layer.recording import LONGEST, recording
 from linrope.layer.states import State
-from linrope.models.huggingface.cache import LONGEST, LinRopeCache, StateLayer, check_lengths, copy_of
+from linrope.models.huggingface.cache import LinRopeCache, StateLayer, check_lengths, copy_of
 from linrope.models.huggingface.cache_name import CACHE, NAMES, BaseOutput, CausalLMOutput, either_cache_name
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
 from linrope.models.huggingface.padding import count_positions, may_pad, read_rows, span
 from linrope.models.huggingface.parallel import TP_HEAD
 from linrope.models.huggingface.prepared import step_of_generate, with_prepared_steps
 from linrope.models.huggingface.saving import auto_map, write_beside
-from linrope.models.huggingface.with_states import WithStates
+from linrope.models.huggingface.with_states import with_states
 from linrope.models.logits import kept_rows
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "out_norm", "q_norm", "k_norm")
@@ -268,16 +267,9 @@ class LinRopeModel(LinRopePreTrainedModel):
             cache.length += n if shard is None else shard.total
         return BaseOutput.of(self.norm(x), cache)
 
-    def parts(self) -> ModelParts:
-        """The modules for ``linrope.decode.prepare``, whose step takes vectors, and returns those after the norm."""
-        kinds = (LinRopeModel, LinRopeLayer, LinRopeMLP, nn.Embedding, nn.ModuleList, RMSNorm, nn.Linear)
-        blocks = []
-        for layer in self.layers:
-            assert isinstance(layer, LinRopeLayer)
-            first, then, mlp = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp
-            matrices = mlp.gate_proj, mlp.down_proj, mlp.up_proj
-            blocks.append(BlockParts(first, layer.self_attn, then, *matrices))
-        return ModelParts(self, kinds, blocks, self.norm)
+    def kinds(self) -> tuple[type, ...]:
+        """The classes of the model, its layers and their parts. Subclasses may compute something else."""
+        return LinRopeModel, LinRopeLayer, LinRopeMLP
 
     def _read_on(self, x: Tensor, cache: LinRopeCache, tokens: dict[str, Any]) -> Tensor:
         """x (b, n, hidden_size) through all layers, after the tokens in the cache."""
@@ -359,26 +351,10 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
         )
 
     generate = either_cache_name(CACHE)(with_prepared_steps(GenerationMixin.generate))
+    with_states = with_states
 
-    def with_states(self) -> WithStates:
-        """This model with the call of a LanguageModel: tokens and states -> logits and the next states.
-
-        Raises:
-            TypeError: the model's class has a forward of its own, which that call would leave out.
-
-        >>> from linrope.models import generate
-        >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
-        >>> model = LinRopeForCausalLM(LinRopeConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
-        >>> tokens, states = generate(model.with_states(), torch.tensor([[1, 2]]), 5, return_states=True)
-        >>> tokens.shape, states[0].position
-        (torch.Size([1, 5]), tensor([6]))
-        """
-        for part, kind in ((self, LinRopeForCausalLM), (self.model, LinRopeModel)):
-            if type(part).forward is not kind.forward:
-                raise TypeError(
-                    f"with_states: got a {type(part).__name__} with a forward of its own, expected {kind.__name__}'s"
-                )
-        return WithStates(self)
+    def kinds(self) -> tuple[type, ...]:
+        return LinRopeForCausalLM, *self.model.kinds()
 
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, str | None, dict[str, Any]]:
         """Checks the mask here, because generate() slices the inputs by it and then drops it."""

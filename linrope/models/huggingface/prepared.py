@@ -13,8 +13,10 @@ from linrope.common.argument_checks import check_bools
 from linrope.cuda_graphs import GraphedStep, check_on_cuda
 from linrope.decode.generation import check_fixed_size
 from linrope.decode.model_step import ModelStep
+from linrope.decode.parts import BlockParts, ModelParts
 from linrope.decode.reasons import why_not
 from linrope.decode.step import prepare
+from linrope.layer.norm import RMSNorm
 from linrope.models.huggingface.cache import copy_of
 
 
@@ -75,7 +77,7 @@ def step_of_generate(
         return None
     if prepared.model is None and None not in states:
         prepared.model = model
-        parts = model.parts()
+        parts = parts_of(model)
         prepared.step = None if why_not(parts, states) else prepare(parts, states)
     step, positions = prepared.step, tokens["positions"]
     if step is None or prepared.model is not model or not all(map(is_, states, step.states)):
@@ -139,3 +141,20 @@ class _GraphOfLayers:
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         return self._step(*tensors)
+
+
+def parts_of(model: Any) -> ModelParts:
+    """The modules of a LinRopeModel for ``linrope.decode.prepare``."""
+    kinds = *model.kinds(), nn.Embedding, nn.ModuleList, RMSNorm, nn.Linear
+    blocks = [
+        BlockParts(
+            x.input_layernorm,
+            x.self_attn,
+            x.post_attention_layernorm,
+            x.mlp.gate_proj,
+            x.mlp.down_proj,
+            x.mlp.up_proj,
+        )
+        for x in model.layers
+    ]
+    return ModelParts(model, kinds, blocks, model.norm)

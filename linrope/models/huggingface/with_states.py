@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from linrope.decode.parts import ModelParts
 from linrope.layer.states import State
+from linrope.models.huggingface.prepared import parts_of
 from linrope.models.logits import kept_rows
 
 
@@ -43,7 +44,28 @@ class WithStates(nn.Module):
 
     def decoding_parts(self) -> ModelParts:
         """The modules for ``linrope.decode.prepare``."""
-        parts: ModelParts = self.model.model.parts()
-        kinds: tuple[type, ...] = (WithStates, type(self.model), *parts.kinds)
+        parts = parts_of(self.model.model)
+        kinds = (WithStates, *self.model.kinds(), *parts.kinds)
         embedding, head = self.model.model.embed_tokens, self.model.lm_head
         return parts._replace(model=self, kinds=kinds, embedding=embedding, head=head)
+
+
+def with_states(model: Any) -> WithStates:
+    """This model with the call of a LanguageModel: tokens and states -> logits and the next states.
+
+    Raises:
+        TypeError: the model's class has a forward of its own, which that call would leave out.
+
+    >>> from linrope.models import generate
+    >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
+    >>> model = LinRopeForCausalLM(LinRopeConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
+    >>> tokens, states = generate(model.with_states(), torch.tensor([[1, 2]]), 5, return_states=True)
+    >>> tokens.shape, states[0].position
+    (torch.Size([1, 5]), tensor([6]))
+    """
+    for part in (model, model.model):
+        if type(part).forward not in (kind.forward for kind in part.kinds()):
+            raise TypeError(
+                f"with_states: got a {type(part).__name__} with a forward of its own, expected linrope's"
+            )
+    return WithStates(model)
