@@ -21,9 +21,9 @@ def check_writable(tensors: Mapping[str, Tensor]) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    outside, recording = not torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    recording = torch.is_grad_enabled()
     for name, x in tensors.items():
-        if outside and x.is_inference():
+        if is_read_only(x):
             raise ValueError(
                 f"state.{name}: got a tensor made in torch.inference_mode(), expected a call in that mode "
                 "or a clone() made outside of it"
@@ -39,6 +39,11 @@ def check_writable(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
+def is_read_only(*tensors: Tensor) -> bool:
+    """True if one of them was made in inference mode and this call runs outside of that mode."""
+    return any(x.is_inference() for x in tensors) and not torch.is_inference_mode_enabled()
+
+
 def _overlaps(x: Tensor) -> bool:
     """True if two entries may share memory: an axis has a stride within the span of the axes with smaller strides."""
     span = 0
@@ -47,6 +52,30 @@ def _overlaps(x: Tensor) -> bool:
             return True
         span += stride * (size - 1)
     return False
+
+
+def check_sources(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], rows: int) -> None:
+    """Raises ValueError unless ``write_rows`` can write these sources into a state's tensors, as many rows of each."""
+    if unknown := sorted(sources.keys() - targets.keys()):
+        raise ValueError(f"state: got {', '.join(unknown)}; expected some of {', '.join(targets)}")
+    for name, x in sources.items():
+        if x.shape != (expected := (rows, *targets[name].shape[1:])):
+            raise ValueError(f"state.{name}: got shape {tuple(x.shape)}, expected {expected}")
+    check_writable({name: targets[name] for name in sources})
+
+
+def write_rows(
+    targets: Mapping[str, Tensor | None], sources: Mapping[str, Tensor | None], slots: Tensor | None
+) -> None:
+    """Copies each source into the target of its name: into the rows at the slots, or into all rows."""
+    for name, source in sources.items():
+        target = targets[name]
+        if target is None or source is None or source is target:  # target itself: written in place before
+            continue
+        if slots is None:
+            target.copy_(source)
+        else:
+            target.index_copy_(0, slots, source.to(target.dtype))
 
 
 def check_slots(slots: object, rows: int, device: torch.device) -> None:

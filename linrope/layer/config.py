@@ -326,12 +326,16 @@ class LayerConfig:
     def block(cls, embed_dim: int, num_heads: int, **changes: Unpack[LayerOptions]) -> LayerConfig:
         """The attention of this library's models, with these changes, which are options of LayerConfig.
 
-        Values are twice as wide as keys, a quarter of the features is rotated, and there are an output norm, a skip and
-        a gate. A causal block also has a convolution and a forget gate with a tied write gate, unless the forget gate
-        is per feature. It has no forget gate if changes set the decay, and decay="spread" if they turn the gate off and
-        do not set the decay. With an erase_gate it has normalize=False and keys of length 1: elu+1 divided by its
-        length, or feature_map="unit" as in Gated DeltaNet if the gate is tied, which then takes the place of the write
-        gate.
+        Where changes say nothing:
+
+            always: value_head_dim is twice head_dim, a quarter of the features is rotated, out_norm and gate are True,
+                and skip is "after".
+            causal=True: short_conv has 4 taps, SiLU and a bias. There is a forget_gate, unless changes set the decay.
+                decay is None, or "spread" if changes turn the forget gate off and leave the rotation. write_gate is
+                "tied" to a forget gate per head, unless a tied erase gate writes.
+            erase_gate: normalize is False. feature_map is "unit" as in Gated DeltaNet with a tied gate, elu+1 divided
+                by its length with another.
+
         docs/evidence.md says what each part is worth.
 
         >>> from linrope.layer.config import LayerConfig

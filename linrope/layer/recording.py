@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 
-StateAfter = Callable[[int], Any]  # the state after the first tokens of a call, as many as the number
+StateAfter = Callable[[int], Any]  # from a number of tokens: the state after as many of the call's first ones
+LONGEST = (
+    256  # tokens that a recording cache can remove at least, if it has read as many: more than a draft has
+)
 
 _PER_TOKEN = ("log_decay", "angle_steps", "write", "erase", "key_mask")  # (b, n, ..)
 
@@ -43,11 +46,9 @@ def record(after: StateAfter) -> None:
 
 
 def first_tokens(options: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The arguments of ``linear_rope_attention`` for the first tokens, as many as count."""
+    """The arguments of ``linear_rope_attention`` for the first ``count`` tokens."""
     cut = {name: x[:, :count] for name, x in options.items() if name in _PER_TOKEN and x is not None}
-    if (
-        positions := options.get("positions")
-    ) is not None:  # (n,) or (b, n), with axes (n, axes) or (b, n, axes)
-        rotary = options.get("rotary")
+    positions, rotary = options.get("positions"), options.get("rotary")
+    if positions is not None:  # (n,) or (b, n), with axes (n, axes) or (b, n, axes)
         cut["positions"] = positions.narrow(-1 if rotary is None or rotary.axes is None else -2, 0, count)
     return {**options, **cut}

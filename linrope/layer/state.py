@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linrope.common.files import load_tensors, save_tensors
 from linrope.common.private_names import pytree
-from linrope.common.writable import check_writable
+from linrope.common.writable import check_sources, check_writable, write_rows
 from linrope.recurrence.state import LinearAttentionState
 
 _FORMAT, _VERSION = "linrope.LayerState", 1
@@ -214,35 +214,18 @@ class LayerState:
         >>> torch.equal(pool.sums.kv[2], pool.sums.kv[0])
         True
         """
-        targets = self._inputs()
         sums: LinearAttentionState | dict[str, Tensor | None]
         if isinstance(new, LayerState):
             inputs, sums = new.rows()._inputs(), new.sums
-            if inputs.keys() != targets.keys():
+            if inputs.keys() != self._inputs().keys():
                 got, expected = ", ".join(new.tensors()), ", ".join(self.tensors())
                 raise ValueError(f"state: got {got}; expected {expected}")
         else:
             inputs = {name: x for name in _INPUTS if (x := new.get(name)) is not None}
             sums = {name: x for name, x in new.items() if name not in _INPUTS}
-            if unknown := sorted(inputs.keys() - targets.keys()):
-                expected = ", ".join(self.tensors())
-                raise ValueError(f"state: got {', '.join(unknown)}; expected some of {expected}")
-        for name, x in inputs.items():
-            if x.shape != (shape := (self.sequences, *targets[name].shape[1:])):
-                raise ValueError(f"state.{name}: got shape {tuple(x.shape)}, expected {shape}")
-        check_writable({name: targets[name] for name in inputs})
+        check_sources(self.tensors(), inputs, self.sequences)
         self.sums.write(sums)
-        self._write_inputs(inputs)
-
-    def _write_inputs(self, inputs: Mapping[str, Tensor]) -> None:
-        for name, x in inputs.items():
-            target: Tensor = getattr(self, name)
-            if x is target:  # trapezoidal_attention has written it
-                continue
-            if self.slots is None:
-                target.copy_(x)
-            else:
-                target.index_copy_(0, self.slots, x.to(target.dtype))
+        write_rows(self._inputs(), inputs, self.slots)
 
     def check_inputs_writable(self, tokens: int) -> None:
         """Raises ValueError if a call on this many tokens overwrites conv and last_token, but must not write to them.
@@ -290,7 +273,7 @@ def next_state(
     """
     inputs = {"conv": conv, "last_token": last_token}
     if state is not None and (state.slots is not None or (sums is not None and sums.kv is state.sums.kv)):
-        state._write_inputs({name: x for name, x in inputs.items() if x is not None})
+        write_rows(vars(state), inputs, state.slots)
         return None if sums is None else state._with(sums)
     return None if sums is None else LayerState(sums, conv, last_token)
 

@@ -21,6 +21,7 @@ from linrope.common.private_names import (
     parameters_of,
 )
 from linrope.common.tracing import plain
+from linrope.common.writable import is_read_only
 from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.state import LayerState
 from linrope.layer.step_reasons import why_not_calls, why_not_options
@@ -46,7 +47,6 @@ _WRITE_FACTORS = {None: 0, "independent": 1, "tied": 2}
 _CHANGING = 7  # mixer_step's first arguments, x to decay, differ from token to token
 
 _is_contiguous = methodcaller("is_contiguous")
-_is_of_inference = methodcaller("is_inference")
 
 
 def one_token(
@@ -71,7 +71,7 @@ def one_token(
     in_place = sums.donated or sums.slots is not None
     if not in_place:
         memory = [y.clone(memory_format=torch.contiguous_format) for y in memory]
-    elif not _may_be_written(memory):
+    elif is_read_only(*memory) or not all(map(_is_contiguous, memory)):
         return None
     try:
         y = step(x, memory, sums.slots, parameters)
@@ -89,11 +89,6 @@ def one_token(
 
 def _need_gradients(*tensors: Tensor | None) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
-
-
-def _may_be_written(memory: list[Tensor]) -> bool:
-    outside = any(map(_is_of_inference, memory)) and not torch.is_inference_mode_enabled()
-    return not outside and all(map(_is_contiguous, memory))
 
 
 def step_of(layer: Any) -> "LayerStep":

@@ -60,7 +60,8 @@ def split_heads(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     Raises:
         ValueError: the number of processes does not divide the key/value heads or the hidden units, a layer
             is split already, the attention is softmax, a layer has trapezoid=True, several processes would share
-            a norm over "all" heads, or another module than SelectiveSteps makes angle steps.
+            a norm over "all" heads, another module than SelectiveSteps makes angle steps, or a theta per head belongs
+            to a subclass of Rotary.
         TypeError: module is of another class.
 
     Source: Megatron-LM, arXiv 1909.08053, section 3.
@@ -173,6 +174,11 @@ def _check_heads(layer: LinearRoPEAttention, size: int) -> None:
         raise ValueError(
             f"rotary: got a {type(steps).__name__}, which cannot be split by heads; expected SelectiveSteps "
             "for tensor parallelism"
+        )
+    if (rotary := layer.rotary) is not None and rotary.heads > 1 and type(rotary) is not Rotary:
+        raise ValueError(
+            f"rotary: got a {type(rotary).__name__} with a theta per head, which cannot be split by heads; expected a "
+            "Rotary for tensor parallelism"
         )
 
 

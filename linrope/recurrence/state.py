@@ -13,7 +13,7 @@ from linrope.common.argument_checks import check_integer_tensors
 from linrope.common.files import load_tensors, save_tensors
 from linrope.common.private_names import pytree
 from linrope.common.tracing import values_readable
-from linrope.common.writable import check_slots, check_writable
+from linrope.common.writable import check_slots, check_sources, write_rows
 from linrope.recurrence.identities import may_replace, same_identity
 
 _FORMAT, _VERSION = "linrope.LinearAttentionState", 1
@@ -274,24 +274,12 @@ class LinearAttentionState:
             if (new.keys() ^ targets.keys()) - {"angle_gradient_path"}:  # which holds zeros
                 raise ValueError(f"state: got {', '.join(new)}; expected {', '.join(targets)}")
         sources = {name: x for name, x in new.items() if x is not None and name != "angle_gradient_path"}
-        if unknown := sorted(sources.keys() - targets.keys()):
-            raise ValueError(f"state: got {', '.join(unknown)}; expected some of {', '.join(targets)}")
-        for name, x in sources.items():
-            if x.shape != (expected := (self.sequences, *targets[name].shape[1:])):
-                raise ValueError(f"state.{name}: got shape {tuple(x.shape)}, expected {expected}")
-        check_writable({name: targets[name] for name in sources})
+        check_sources(targets, sources, self.sequences)
         self._write_unchecked(sources)
 
     def _write_unchecked(self, tensors: Mapping[str, Tensor | None]) -> None:
         """``write`` without the checks."""
-        for name, source in tensors.items():
-            target = getattr(self, name)
-            if target is None or source is None or source is target:  # target itself: written in place before
-                continue
-            if self.slots is None:
-                target.copy_(source)
-            else:
-                target.index_copy_(0, self.slots, source.to(target.dtype))
+        write_rows(vars(self), tensors, self.slots)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None

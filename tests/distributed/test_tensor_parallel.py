@@ -113,6 +113,10 @@ def language_model(dp: int, cp: int, tp: int) -> None:
     close(gradients(many, mesh.get_group("cp")), grads, 1e-13)
 
 
+class OtherRotary(Rotary):
+    """A rotation with code of its own."""
+
+
 SIZES: dict[str, Any] = {"embed_dim": 16, "num_layers": 1, "num_heads": 4}
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     r"num_kv_heads=1: expected a multiple of the \d processes": lambda: LinearRoPEAttention(16, 4, num_kv_heads=1),
@@ -120,6 +124,8 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
         lambda: LinearRoPEAttention(16, 4, out_norm=True, trapezoid=True),
     "rotary: got a Bilinear, which cannot be split by heads":
         lambda: LinearRoPEAttention(16, 4, rotary=nn.Bilinear(1, 1, 1)),
+    "rotary: got a OtherRotary with a theta per head, which cannot be split":
+        lambda: LinearRoPEAttention(16, 4, rotary=OtherRotary.whole_model(4, 4)),
     "hidden_dim=33: expected a multiple": lambda: LanguageModel(LanguageModelConfig(**SIZES, hidden_dim=33)),
     "attention='softmax': expected 'linear'":
         lambda: LanguageModel(LanguageModelConfig(**SIZES, attention="softmax")),

@@ -17,7 +17,7 @@ from transformers.generation import GenerationMixin
 
 from linrope.backends import native
 from linrope.integrations import transformers as linrope_transformers
-from linrope.integrations.transformers.past import LONGEST
+from linrope.layer.recording import LONGEST
 from tests.support.families import CACHE, CONFIGURATIONS, cache_of, model, relative, tokens
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))

@@ -4,6 +4,7 @@ import copy
 import pickle
 import weakref
 from collections.abc import Callable
+from dataclasses import replace as replace_fields
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from linrope import LinearRoPEAttention, Rotary
+from linrope.layer.config import LayerConfig
+from linrope.layer.norm import OutputNorm, RMSNorm
+from linrope.layer.selective import SelectiveSteps
 from linrope.layer.state import LayerState
-from tests.layer.steps import Layer, make, needs_native, steps, taken
+from linrope.layer.trapezoid import TrapezoidGate
+from tests.layer.steps import Layer, make, needs_native, other_code, steps, taken
 
 pytestmark = needs_native
 BLOCK = {"decay": "learned", "forget_gate": True}
@@ -97,9 +102,6 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Layer], object], bool]] = {
     "the map's keys are others": (BLOCK, lambda x: setattr(x.feature_map, "keys", torch.relu), False),
     "a hook of the layer itself": (BLOCK, lambda x: x.register_forward_hook(lambda *_: None), True),
     "the normalizer": ({"out_norm": False}, lambda x: setattr(x, "normalize", False), True),
-    "the norm's place": (
-        {"out_norm": True}, lambda x: setattr(x, "_out_norm_replaces_normalizer", False), True
-    ),
     "the backend": (BLOCK, lambda x: setattr(x, "backend", "eager"), False),
     "eps": (BLOCK, lambda x: setattr(x.out_norm, "eps", 0.3), True),
     "the gate's order": (BLOCK, lambda x: setattr(x.out_norm, "gate_order", "before"), True),
@@ -135,6 +137,81 @@ def test_a_change_is_noticed(name: str) -> None:
     if name not in same:
         assert (layer(x, state=state) - first).abs().max() > 1e-6
     torch.set_grad_enabled(True)
+
+
+# Parts of a layer that may be there or not
+NEW_PARTS = {
+    **dict.fromkeys(("q_norm", "k_norm"), lambda: RMSNorm(8)),
+    "out_norm": lambda: OutputNorm(64, over="all"),
+    "trapezoid": lambda: TrapezoidGate(32, 4),
+    "angle_steps": lambda: SelectiveSteps(32, Rotary(8), 4),
+    "g_proj": lambda: nn.Linear(32, 64),
+    "skip": lambda: nn.Parameter(torch.randn(4)),
+}
+WORDS = ("after", "before", "all", "tied", "independent", "eager", "silu")
+
+
+def other_values(name: str, value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value + 1]
+    if isinstance(value, str):
+        return [word for word in WORDS if word != value]
+    if value is None:
+        return [NEW_PARTS[name]()] if name in NEW_PARTS else []
+    return [None] if name in NEW_PARTS else []
+
+
+def attributes_read(layer: Layer, call: Callable[[], object]) -> list[tuple[Any, str]]:
+    """The attributes of the layer, of its modules and of its config that a call reads, and their owners."""
+    own = {id(x): (x, {*vars(x), *x._parameters, *x._modules}) for x in layer.modules()}
+    own[id(layer.config)] = layer.config, {*vars(layer.config)}
+    read: dict[tuple[int, str], tuple[Any, str]] = {}
+
+    def look(owner: Any, name: str) -> Any:
+        if id(owner) in own and name in own[id(owner)][1]:
+            read[id(owner), name] = owner, name
+        return object.__getattribute__(owner, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in {*map(type, layer.modules()), LayerConfig}:
+            patch.setattr(kind, "__getattribute__", look)
+        call()
+    return [*read.values()]
+
+
+BARE = {
+    "out_norm": False,
+    "skip": None,
+    "gate": False,
+    "short_conv": None,
+    "forget_gate": False,
+    "decay": None,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [BARE, PER_FEATURE, ERASE, BLOCK | {"out_norm": False}],
+    ids=["bare", "gate per feature", "erase gate", "no norm"],
+)
+@torch.no_grad()
+def test_whatever_the_call_reads_the_step_reads_too(options: dict[str, Any]) -> None:
+    (layer, x, state), tokens = make(**options), torch.randn(2, 7, 32)
+    for owner, name in attributes_read(layer, lambda: other_code(layer, x, state)):
+        for value in other_values(name, getattr(owner, name)):
+            with pytest.MonkeyPatch.context() as patch:
+                try:
+                    if owner is layer.config:
+                        patch.setattr(layer, "config", replace_fields(owner, **{name: value}))
+                    else:
+                        patch.setattr(owner, name, value)
+                    _, before = layer(tokens, return_state=True)
+                    other_code(layer, x, before)
+                except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+                    continue  # the layer cannot have this value
+                taken(layer, x, before, 1e-4)  # compares the two
 
 
 @torch.no_grad()

@@ -200,17 +200,18 @@ def _check_packed(model: Any, given: dict[str, Any]) -> None:
             "packed sequences: the embeddings per layer (ple_layer_ids) read tokens of the sequence before; expected "
             "one sequence per row"
         )
-    if type(model).__name__ == "Glm5NextTextModel" and set(model.config.layer_types) != {"linear_attention"}:
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    if "Glm5NextTextModel" in kinds and set(model.config.layer_types) != {"linear_attention"}:
         raise ValueError(
             "packed sequences: GLM's layers of indexed attention mix them; expected one sequence per row"
         )
-    if type(model).__name__ == "InklingTextModel":
+    if "InklingTextModel" in kinds:
         raise ValueError(
             "packed sequences: Inkling does not tell its convolutions about them; expected one sequence per row"
         )
     # Granite's softmax layers read no position_ids.
     layers = set(getattr(model.config, "layers_block_type", ("attention",)))
-    if type(model).__name__ == "GraniteMoeHybridModel" and layers & {"attention", "full_attention"}:
+    if "GraniteMoeHybridModel" in kinds and layers & {"attention", "full_attention"}:
         flash = "flash" in softmax_implementation(model.config)
         if not flash or any(given.get(x) is None for x in _FLASH):
             raise ValueError(

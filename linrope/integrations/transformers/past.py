@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 from linrope.common.private_names import GENERATES_WITH_DRAFTS, REFUSES_DRAFTS
 from linrope.decode.with_cache import CACHES
+from linrope.layer.recording import LONGEST
 from linrope.operation.from_sums import state_from_sums
 from linrope.operation.functional import linear_rope_attention
 from linrope.recurrence.state import LinearAttentionState
 
-LONGEST = 256  # tokens that can be removed at least, if as many were read: more than a draft has
 _ATTRIBUTE = "linrope_past"  # the attribute of a cache's layer that holds its Past
 
 

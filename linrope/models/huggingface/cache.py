@@ -8,18 +8,15 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from linrope.common.writable import is_read_only
 from linrope.layer.key_value_state import KeyValueState
-from linrope.layer.recording import StateAfter
+from linrope.layer.recording import LONGEST, StateAfter
 from linrope.layer.state import LayerState
 from linrope.layer.states import State, read_states, write_states
 from linrope.models.huggingface.cache_name import CACHE
 from linrope.models.huggingface.configuration import LinRopeConfig
 
 _FORMAT = "linrope.LinRopeCache"
-
-
-# Tokens that ``crop`` can remove at least, if as many were read: more than a draft has
-LONGEST = 256
 
 
 class _Call(NamedTuple):
@@ -253,7 +250,6 @@ def check_lengths(inputs: Tensor, name: str, model_kwargs: Mapping[str, Any]) ->
 
 
 def _is_read_only(state: State) -> bool:
-    """True if the state was made in inference mode and this call runs outside of that mode."""
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return False
-    return isinstance(state, LayerState) and state.sums.kv.is_inference()
+    """True if this call may not overwrite the state."""
+    compiling = torch.compiler.is_compiling()
+    return not compiling and isinstance(state, LayerState) and is_read_only(state.sums.kv)

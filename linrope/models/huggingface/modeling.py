@@ -24,9 +24,9 @@ from transformers.utils.output_capturing import capture_outputs
 
 from linrope.distributed.shard import Shard
 from linrope.layer.norm import RMSNorm, silu_product
-from linrope.layer.recording import recording
+from linrope.layer.recording import LONGEST, recording
 from linrope.layer.states import State
-from linrope.models.huggingface.cache import LONGEST, LinRopeCache, StateLayer, check_lengths, copy_of
+from linrope.models.huggingface.cache import LinRopeCache, StateLayer, check_lengths, copy_of
 from linrope.models.huggingface.cache_name import CACHE, NAMES, BaseOutput, CausalLMOutput, either_cache_name
 from linrope.models.huggingface.configuration import LinRopeConfig, make_attention
 from linrope.models.huggingface.padding import count_positions, may_pad, read_rows, span
@@ -267,6 +267,10 @@ class LinRopeModel(LinRopePreTrainedModel):
             cache.length += n if shard is None else shard.total
         return BaseOutput.of(self.norm(x), cache)
 
+    def kinds(self) -> tuple[type, ...]:
+        """The classes of the model, its layers and their parts. Subclasses may compute something else."""
+        return LinRopeModel, LinRopeLayer, LinRopeMLP
+
     def _read_on(self, x: Tensor, cache: LinRopeCache, tokens: dict[str, Any]) -> Tensor:
         """x (b, n, hidden_size) through all layers, after the tokens in the cache."""
         may_repeat = self.training and torch.is_grad_enabled()  # then a layer keeps its old state
@@ -348,6 +352,9 @@ class LinRopeForCausalLM(LinRopePreTrainedModel, GenerationMixin):
 
     generate = either_cache_name(CACHE)(with_prepared_steps(GenerationMixin.generate))
     with_states = with_states
+
+    def kinds(self) -> tuple[type, ...]:
+        return LinRopeForCausalLM, *self.model.kinds()
 
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, str | None, dict[str, Any]]:
         """Checks the mask here, because generate() slices the inputs by it and then drops it."""

@@ -145,8 +145,7 @@ class _GraphOfLayers:
 
 def parts_of(model: Any) -> ModelParts:
     """The modules of a LinRopeModel for ``linrope.decode.prepare``."""
-    layers = model.layers
-    kinds = type(model), type(layers[0]), type(layers[0].mlp), nn.Embedding, nn.ModuleList, RMSNorm, nn.Linear
+    kinds = *model.kinds(), nn.Embedding, nn.ModuleList, RMSNorm, nn.Linear
     blocks = [
         BlockParts(
             x.input_layernorm,
@@ -156,6 +155,6 @@ def parts_of(model: Any) -> ModelParts:
             x.mlp.down_proj,
             x.mlp.up_proj,
         )
-        for x in layers
+        for x in model.layers
     ]
     return ModelParts(model, kinds, blocks, model.norm)

@@ -45,13 +45,16 @@ class WithStates(nn.Module):
     def decoding_parts(self) -> ModelParts:
         """The modules for ``linrope.decode.prepare``."""
         parts = parts_of(self.model.model)
-        kinds: tuple[type, ...] = (WithStates, type(self.model), *parts.kinds)
+        kinds = (WithStates, *self.model.kinds(), *parts.kinds)
         embedding, head = self.model.model.embed_tokens, self.model.lm_head
         return parts._replace(model=self, kinds=kinds, embedding=embedding, head=head)
 
 
 def with_states(model: Any) -> WithStates:
     """This model with the call of a LanguageModel: tokens and states -> logits and the next states.
+
+    Raises:
+        TypeError: the model's class has a forward of its own, which that call would leave out.
 
     >>> from linrope.models import generate
     >>> from linrope.models.huggingface import LinRopeConfig, LinRopeForCausalLM
@@ -60,4 +63,9 @@ def with_states(model: Any) -> WithStates:
     >>> tokens.shape, states[0].position
     (torch.Size([1, 5]), tensor([6]))
     """
+    for part in (model, model.model):
+        if type(part).forward not in (kind.forward for kind in part.kinds()):
+            raise TypeError(
+                f"with_states: got a {type(part).__name__} with a forward of its own, expected linrope's"
+            )
     return WithStates(model)

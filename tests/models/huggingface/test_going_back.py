@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from linrope.layer.key_value_state import KeyValueState
+from linrope.layer.recording import LONGEST
 from linrope.models.huggingface import LinRopeCache
-from linrope.models.huggingface.cache import LONGEST
 from tests.models.huggingface.tiny import KINDS, causal_lm, tokens
 
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from linrope.backends import native
+from linrope.decode import why_not
 from linrope.decode.model_step import ModelStep
 from linrope.models.huggingface import LinRopeForCausalLM, modeling
 from linrope.models.huggingface.cache_name import CACHE
@@ -106,6 +107,41 @@ def test_hidden_states_are_captured_only_in_calls_that_ask_for_them(steps: list[
     model.model.layers[0].register_forward_hook(lambda *_: None)
     generate(model)
     assert steps == [2] * 9
+
+
+class DoubledMLP(modeling.LinRopeMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class DoubledLayer(modeling.LinRopeLayer):
+    def forward(self, x: Tensor, **options: Any) -> Any:
+        x, state = super().forward(x, **options)
+        return 2 * x, state
+
+
+@pytest.mark.parametrize(("part", "kind"), [("mlp", DoubledMLP), ("", DoubledLayer)])
+def test_layers_with_a_forward_of_their_own_take_it(part: str, kind: type, steps: list[int]) -> None:
+    model = causal_lm()
+    for layer in model.model.layers:
+        layer.get_submodule(part).__class__ = kind
+    got = generate(model, output_logits=True)
+    assert steps == []
+    expected = model(got.sequences, use_cache=False).logits[:, 8:-1]
+    torch.testing.assert_close(torch.stack(got.logits, 1), expected, rtol=1e-4, atol=1e-4)
+    states = [state.detach() for state in model.with_states()(tokens(2, 9))[1]]
+    assert f"a module of another kind, {kind.__name__}" in str(why_not(model.with_states(), states))
+
+
+class Scaled(LinRopeForCausalLM):
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        result = super().forward(*arguments, **options)
+        return type(result)(**result | {"logits": 2 * result.logits})
+
+
+def test_a_model_with_a_forward_of_its_own_has_no_call_with_states() -> None:
+    with pytest.raises(TypeError, match=r"^with_states: got a Scaled with a forward of its own"):
+        Scaled(config()).with_states()
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "decay", "gated"])
