@@ -62,9 +62,12 @@ def is_feature_map(x: object) -> bool:
     return isinstance(x, FeatureMap) or (isinstance(x, nn.Module) and hasattr(x, "feature_dim"))
 
 
-def has_hooks(module: nn.Module) -> bool:
+METHODS = frozenset(("forward", "queries", "keys"))
+
+
+def is_changed(module: nn.Module) -> bool:
     """True if a call of the module does more than its class says: a hook, or another method put in its place."""
-    return bool(hooks_of(module)) or any(name in module.__dict__ for name in ("forward", "queries", "keys"))
+    return bool(hooks_of(module)) or not METHODS.isdisjoint(vars(module))
 
 
 def widen(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from linrope.common.argument_checks import check_sizes
-from linrope.feature_maps.base import FeatureMap, Features
+from linrope.feature_maps.base import METHODS, FeatureMap, Features
 from linrope.feature_maps.log_scale import centre, exponential
 
 
@@ -62,12 +62,13 @@ class ElementwiseMap(FeatureMap):
         super().__init__()
         check_sizes(head_dim=head_dim)
         self.name = name
-        # A subclass may have other queries and keys, which kernels do not know.
-        self.elementwise = name if type(self) is ElementwiseMap else None
+        # A subclass may have other queries and keys, which kernels do not know, and which may have any length.
+        known = all(getattr(type(self), method) is getattr(ElementwiseMap, method) for method in METHODS)
+        self.elementwise = name if known else None
         self.head_dim = self.feature_dim = head_dim
         self.positive = ELEMENTWISE[name].positive
         self.log_scaled = name == "exp"
-        self.long_keys = self.elementwise is not None
+        self.long_keys = known
 
     def queries(self, q: Tensor) -> Features:
         if self.log_scaled:

@@ -1,9 +1,9 @@
 """Identities of feature maps: strings that a state keeps, so that another map rejects it.
 
-An identity is the class name, the settings, and "#" with a digest of the dtypes, shapes and bytes of all
-parameters and buffers. Equal contents have equal digests; a change of one bit changes the digest. "?" stands
-for a digest where no bytes can be read: in torch.compile and torch.export, on the meta device, and of sharded
-tensors.
+An identity is the name of the class, the settings, and "#" with a digest of the dtypes, shapes and bytes of all
+parameters and buffers. The name of a class outside of linrope has its module. Equal contents have equal digests; a
+change of one bit changes the digest. "?" stands for a digest where no bytes can be read: in torch.compile and
+torch.export, on the meta device, and of sharded tensors.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class Identified(nn.Module):
 
     @property
     def identity(self) -> str:
-        return f"{type(self).__name__}({self.settings()}){self._digest()}"
+        return f"{_name_of(type(self))}({self.settings()}){self._digest()}"
 
     def forget_digest(self) -> None:
         """Makes the next identity read all tensors again."""
@@ -91,6 +91,13 @@ class Identified(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_last"}
+
+
+def _name_of(kind: type) -> str:
+    """Two classes of other authors may have one name."""
+    return (
+        kind.__name__ if kind.__module__.startswith("linrope.") else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def _has_bytes(x: Tensor) -> bool:

@@ -57,6 +57,10 @@ class UnitMap(FeatureMap):
         y = ELEMENTWISE[self.activation].value(widen(x))
         return y / ((y.square().sum(-1, keepdim=True) + EPS).sqrt() / length)
 
+    @property
+    def identity(self) -> str:  # spares each call the search for weights, of which this class has none
+        return f"UnitMap({self.settings()})" if type(self) is UnitMap else super().identity
+
     def settings(self) -> str:
         return f"{self.head_dim}, activation={self.activation!r}"
 

@@ -25,7 +25,8 @@ from linrope.common.writable import is_read_only
 from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.state import LayerState
 from linrope.layer.step_reasons import why_not_calls, why_not_options
-from linrope.operation.plan import backend_map, identity_of
+from linrope.operation.map_facts import backend_map
+from linrope.operation.plan import identity_of
 from linrope.recurrence.call import Call
 from linrope.recurrence.decay import MIN_LOG_DECAY
 from linrope.recurrence.identities import WITHOUT_Z

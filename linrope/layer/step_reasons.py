@@ -10,14 +10,14 @@ from linrope.backends import native
 from linrope.common.private_names import has_global_hooks, hooks_of
 from linrope.common.writable import check_writable
 from linrope.feature_maps import ElementwiseMap, UnitMap
-from linrope.feature_maps.base import has_hooks
+from linrope.feature_maps.base import is_changed
 from linrope.layer.config import OPTIONS
 from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.norm import OutputNorm, RMSNorm
 from linrope.layer.selective import EraseGate, ForgetGate, WriteGate
 from linrope.layer.short_convolution import ShortConvolution
 from linrope.layer.state import LayerState
-from linrope.operation.plan import backend_map
+from linrope.operation.map_facts import backend_map
 from linrope.ops.convolution import MAX_TAPS
 from linrope.rotation.rotary import Rotary
 
@@ -74,7 +74,7 @@ def why_not_weights(modules: Sequence[nn.Module]) -> str | None:
 def why_not_options(layer: Any) -> str | None:
     """The reason why the operator does not cover the layer's options; None: it does."""
     fmap, taps = layer.feature_map, 2 if layer.short_conv is None else layer.short_conv.taps
-    if not has_hooks(fmap) and backend_map(fmap)[0] not in native.MAPS:  # why_not_calls names hooks
+    if not is_changed(fmap) and backend_map(fmap)[0] not in native.MAPS:  # why_not_calls names hooks
         return f"feature_map={fmap}"
     if layer.angle_steps is not None or (layer.rotary is not None and not _is_plain(layer.rotary)):
         return "a rotation with steps, axes, xpos or an attention factor"

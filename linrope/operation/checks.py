@@ -10,12 +10,15 @@ from linrope.common.argument_checks import check_bools, check_name, check_number
 from linrope.common.tracing import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import is_feature_map
+from linrope.operation.map_facts import MapFacts, facts_of
 from linrope.recurrence.call import EPS_MODES, ROPE_ORDERS, Call
 from linrope.recurrence.decay import check_gates
 from linrope.recurrence.identities import WITHOUT_Z, same_identity
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
+# What a call reads of a rotation's angles: with rope_order="before" the first three, which call each other
+_ROTATE, _TURNS = ("__call__", "cos_sin", "angles"), "turns_per_position"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,13 +40,14 @@ def check_settings(call: Call) -> FeatureMap | None:
     check_write(call.write, v)
     check_cu_seqlens(call.cu_seqlens, b, n, m, device)
     fmap = resolve_map(call.feature_map, d)
-    check_erase(call, v, fmap)
-    if call.normalize and fmap is not None and not fmap.positive:
+    facts = facts_of(fmap)
+    check_erase(call, v, facts)
+    if call.normalize and not facts.positive:
         raise ValueError(
             f"feature_map={call.feature_map!r}: its features are signed, so the normalizer can vanish; "
             "expected normalize=False or a positive map"
         )
-    f = d if fmap is None else fmap.feature_dim
+    f = facts.feature_dim or d
     rotated = d if rotates_before_map else f
     check_rotary(rotary, rotated, g, causal, rotates_before_map)
     check_angle_steps(call.angle_steps, v, n, rotated, rotary)
@@ -81,11 +85,7 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:
     """Checks the types, dtypes, devices and shapes of q, k and v. q is None if only the last state is wanted."""
     named = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
     for name, x in named.items():
-        if not isinstance(x, Tensor) or x.layout is not torch.strided:
-            kind = x.layout if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name}: got {kind}, expected a dense torch.Tensor")
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"{name}: got {x.dtype}, expected float64, float32, bfloat16 or float16")
+        _check_floating(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (batch, length, heads, dim)")
     q = k if q is None else q
@@ -147,10 +147,23 @@ def check_rotary_type(rotary: object) -> None:
         )
 
 
+def _check_overridden(rotary: Rotary, rotates_before_map: bool) -> None:
+    """Refuses a subclass that changes the angles where the call does not read them."""
+    own = [name for name in (*_ROTATE, _TURNS) if getattr(type(rotary), name) is not getattr(Rotary, name)]
+    if not own or (_TURNS in own and not rotates_before_map) or (own != [_TURNS] and rotates_before_map):
+        return
+    order, read = ("before", "angles") if rotates_before_map else ("after", _TURNS)
+    raise TypeError(
+        f"rotary: got {type(rotary).__name__} with its own {', '.join(own)}, which rope_order={order!r} does not call; "
+        f"expected its own {read}, or a plain Rotary and angles that depend on the data as angle_steps"
+    )
+
+
 def check_rotary(rotary: Rotary | None, f: int, g: int, causal: bool, rotates_before_map: bool) -> None:
     if rotary is None:
         return
     check_rotary_type(rotary)
+    _check_overridden(rotary, rotates_before_map)
     if rotary.dim != f:
         what = "head dim" if rotates_before_map else "number of features"
         raise ValueError(f"rotary: got dim={rotary.dim}, expected the {what}, {f}")
@@ -173,12 +186,16 @@ def check_mask(key_mask: Tensor | None, b: int, m: int, device: torch.device) ->
         raise ValueError(f"key_mask: got device {key_mask.device}, expected {device}")
 
 
-def _check_floating(name: str, x: Tensor, device: torch.device) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name}: got {kind}, expected a floating-point torch.Tensor")
+def _check_floating(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        kind = x.layout if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: got {kind}, expected a dense torch.Tensor")
     if x.dtype not in _DTYPES:
         raise TypeError(f"{name}: got {x.dtype}, expected float64, float32, bfloat16 or float16")
+
+
+def _check_option(name: str, x: Tensor, device: torch.device) -> None:
+    _check_floating(name, x)
     if x.device != device:
         raise ValueError(f"{name}: got device {x.device}, expected {device}")
 
@@ -186,7 +203,7 @@ def _check_floating(name: str, x: Tensor, device: torch.device) -> None:
 def check_decay(decay: Tensor | None, g: int, causal: bool, device: torch.device) -> None:
     if decay is None:
         return
-    _check_floating("decay", decay, device)
+    _check_option("decay", decay, device)
     if decay.shape != (g,):
         raise ValueError(f"decay: got shape {tuple(decay.shape)}, expected {(g,)}, one per key/value head")
     if not causal:
@@ -202,7 +219,7 @@ def check_log_decay(log_decay: Tensor | None, v: Tensor, causal: bool, *, units:
     """units: the pairs of features that turn and the features that do not; None: log_decay must be per head."""
     if log_decay is None:
         return
-    _check_floating("log_decay", log_decay, v.device)
+    _check_option("log_decay", log_decay, v.device)
     b, m, g, _ = v.shape
     shapes = [(b, m, g)] if units is None else [(b, m, g), (b, m, g, units)]
     shape = tuple(log_decay.shape)
@@ -224,7 +241,7 @@ def check_log_decay_values(log_decay: Tensor) -> None:
 
 def _check_per_token(name: str, x: Tensor, v: Tensor, tokens: str) -> None:
     """Checks a number per token and head; ``tokens`` is the letter of their axis."""
-    _check_floating(name, x, v.device)
+    _check_option(name, x, v.device)
     if x.ndim != 3 or not _broadcasts(x.shape, v.shape[:3], (0, 2)):
         raise ValueError(
             f"{name}: got shape {tuple(x.shape)}, expected (b or 1, {tokens}, g or 1) = {tuple(v.shape[:3])}"
@@ -237,7 +254,7 @@ def check_write(write: Tensor | None, v: Tensor) -> None:
     _check_per_token("write", write, v, "m")
 
 
-def check_erase(call: Call, v: Tensor, fmap: FeatureMap | None) -> None:
+def check_erase(call: Call, v: Tensor, fmap: MapFacts) -> None:
     """Checks erase, and refuses the options that the delta rule does not go with."""
     if call.erase is None:
         return
@@ -260,14 +277,14 @@ def check_erase(call: Call, v: Tensor, fmap: FeatureMap | None) -> None:
 
 
 def check_parts_with_erase(
-    fmap: FeatureMap | None, rotary: Rotary | None, name: str, option: str, or_else: str = ""
+    fmap: FeatureMap | MapFacts, rotary: Rotary | None, name: str, option: str, or_else: str = ""
 ) -> None:
     """Refuses maps and rotations that the delta rule does not go with. name: the map's; option: of the delta rule."""
-    if fmap is not None and fmap.log_scaled:
+    if fmap.log_scaled:
         raise ValueError(
             f"feature_map={name}: its features have scales, which mean nothing with {option}; expected 'unit'"
         )
-    if fmap is not None and fmap.long_keys:
+    if fmap.long_keys:
         raise ValueError(
             f"feature_map={name}: with {option} keys must have length 1, or the state grows without bound; "
             f"expected 'unit', which may have an activation{or_else}"
@@ -279,7 +296,7 @@ def check_parts_with_erase(
 def check_angle_steps(angle_steps: Tensor | None, v: Tensor, n: int, f: int, rotary: Rotary | None) -> None:
     if angle_steps is None:
         return
-    _check_floating("angle_steps", angle_steps, v.device)
+    _check_option("angle_steps", angle_steps, v.device)
     b, m, g, _ = v.shape
     max_pairs = f // 2 if rotary is None else rotary.rotary_dim // 2
     if angle_steps.ndim != 4 or not _broadcasts(angle_steps.shape[:3], (b, m, g), (0, 2)):

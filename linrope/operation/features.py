@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from linrope.feature_maps import ElementwiseMap
-from linrope.feature_maps.base import has_hooks, widen
+from linrope.feature_maps.base import is_changed, widen
 from linrope.operation.plan import Plan
 from linrope.operation.positions import spell_out_positions
 from linrope.recurrence.call import Call, repeat_heads
@@ -35,7 +35,7 @@ def map_features(call: Call, plan: Plan, tokens: Tokens) -> MappedInputs:
     if call.key_mask is not None:  # the map may overflow at padding, and 0 * inf is NaN
         k = k.masked_fill(~call.key_mask[:, :, None, None], 0)
     elementwise = "identity"
-    if isinstance(fmap, ElementwiseMap) and fmap.elementwise is not None and not has_hooks(fmap):
+    if isinstance(fmap, ElementwiseMap) and fmap.elementwise is not None and not is_changed(fmap):
         # exp: centred here, applied by the backend
         elementwise, queries, keys = fmap.elementwise, None if q is None else fmap.centre(q), fmap.centre(k)
     else:

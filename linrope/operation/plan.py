@@ -18,10 +18,9 @@ from linrope.backends.protocol import Backend
 from linrope.backends.steady import Steady
 from linrope.common.private_names import forward_mode
 from linrope.common.tracing import plain
-from linrope.feature_maps import ElementwiseMap, FeatureMap
-from linrope.feature_maps.base import has_hooks
-from linrope.feature_maps.unit import UnitMap
+from linrope.feature_maps import FeatureMap
 from linrope.operation import checks, head_first
+from linrope.operation.map_facts import MapFacts, backend_map, facts_of
 from linrope.recurrence.call import Call, Inputs, Settings, TokenLayout
 from linrope.recurrence.identities import WITHOUT_Z
 from linrope.recurrence.packing import Tokens
@@ -84,14 +83,16 @@ _tensors_of = attrgetter(*[field.name for group in (Inputs, TokenLayout) for fie
 
 
 def _key(call: Call) -> Hashable | None:
-    """All that ``_make`` looks at. None: the call is traced, or has arguments of a type that is to be refused."""
+    """All that ``_make`` reads, but the numbers in tensors: a fact that is missing here is a wrong plan, not an error.
+
+    None: the call is traced, or has arguments of a type that is to be refused.
+    """
     settings, tensors, state = _settings_of(call), _tensors_of(call), call.state
     if not plain(tensors) or forward_mode():
         return None
     fmap: Hashable = call.feature_map
     if isinstance(fmap, FeatureMap):
-        facts = fmap.head_dim, fmap.feature_dim, fmap.positive, fmap.log_scaled
-        fmap = *facts, *backend_map(fmap), type(fmap)
+        fmap = facts_of(fmap)
     elif type(fmap) is not str and fmap is not None:
         return None
     last = None
@@ -108,7 +109,7 @@ def _key(call: Call) -> Hashable | None:
             None if angle is None else angle.shape,
             None if slots is None else slots.shape,
         )
-    shapes = tuple([x if x is None else (x.shape, x.dtype, x.device) for x in tensors])
+    shapes = tuple([x if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
     return settings, tuple(map(type, settings)), fmap, shapes, last  # the types, because 1 == True
 
 
@@ -122,14 +123,14 @@ def _make(call: Call, traced: bool) -> Plan:
     if state is not None:
         checks.check_state(call, fmap)
     elementwise, unit = backend_map(fmap)
-    without_weights = fmap is None or type(fmap) is ElementwiseMap or unit > 0
+    facts = facts_of(fmap)
     xpos = None if rotary is None else rotary.xpos_log_decay
     by_features = rotary is not None and call.rope_order == "after"
     plan = Plan(
         named_map=fmap if isinstance(call.feature_map, str) else None,
         elementwise=elementwise,
         unit=unit,
-        identity=next_identity(call, fmap) if without_weights else None,
+        identity=None if facts.identity is None else next_identity(call, facts),
         theta_turns=rotary.turns_per_position(device) if rotary is not None and by_features else None,
         layout="interleaved" if rotary is None else rotary.layout,
         xpos_log_decay=None if xpos is None else xpos.to(device),
@@ -175,22 +176,13 @@ def _make(call: Call, traced: bool) -> Plan:
     return plan
 
 
-def backend_map(fmap: FeatureMap | None) -> tuple[str | None, float]:
-    """The elementwise map that a backend can apply to q and k, and ``Resolved.unit``. None: Python applies the map."""
-    if fmap is None:
-        return "identity", 0
-    if fmap.log_scaled or has_hooks(fmap):
-        return None, 0
-    return (fmap.activation, fmap.query_factor) if type(fmap) is UnitMap else (fmap.elementwise, 0)
-
-
-def identity_of(fmap: FeatureMap | None, rotary: Rotary | None, rope_order: str) -> str:
+def identity_of(fmap: FeatureMap | MapFacts | None, rotary: Rotary | None, rope_order: str) -> str:
     """The identity stored in a state. A call with another map or rotation rejects the state."""
     order = " before" if rope_order == "before" else ""
     return f"{'features' if fmap is None else fmap.identity}; {rotary and rotary.identity}{order}"
 
 
-def next_identity(call: Call, fmap: FeatureMap | None) -> str:
+def next_identity(call: Call, fmap: FeatureMap | MapFacts | None) -> str:
     """The identity of the state after the call. Raises ValueError if calls of another identity made its own state."""
     identity, state = identity_of(fmap, call.rotary, call.rope_order), call.state
     without_z = call.erase is not None

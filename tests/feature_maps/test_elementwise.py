@@ -66,6 +66,13 @@ class Doubled(ElementwiseMap):
         return (2 * features[0], features[1]) if isinstance(features, tuple) else 2 * features
 
 
+def test_a_subclass_that_changes_nothing_is_computed_by_the_backend_like_its_parent() -> None:
+    fmap = type("Renamed", (ElementwiseMap,), {})("relu", 4)
+    assert (fmap.elementwise, fmap.long_keys) == ("relu", True)
+    assert fmap.identity == feature_maps.make("relu", 4).identity
+    assert (Doubled("relu", 4).elementwise, Doubled("relu", 4).long_keys) == (None, False)
+
+
 @pytest.mark.parametrize("of_instance", [False, True], ids=["subclass", "method of one object"])
 @pytest.mark.parametrize("name", ["elu+1", "exp"])
 def test_keys_of_a_subclass_are_computed_in_every_backend(name: str, of_instance: bool) -> None:
@@ -80,6 +87,6 @@ def test_keys_of_a_subclass_are_computed_in_every_backend(name: str, of_instance
         expected, state = linear_rope_attention(q, k, v, feature_map=plain_map, backend=backend, **how)
         assert_close(out, 2 * expected)
     if not of_instance:
-        with pytest.raises(ValueError, match=r"^state: made with .*; expected Doubled"):
+        with pytest.raises(ValueError, match=rf"^state: made with .*; expected {__name__}\.Doubled"):
             linear_rope_attention(q, k, v, feature_map=fmap, state=state, **how)
         assert "feature_map=Doubled" in repr(LinearRoPEAttention(8, 2, feature_map=fmap))

@@ -161,3 +161,10 @@ def test_an_empty_map_off_the_meta_device_is_refused_until_it_is_filled(name: st
         empty = make(name)
     empty.to_empty(device="cpu").reset_parameters()
     assert name == "t2r" or empty.identity == before  # t2r's weights are drawn anew
+
+
+def test_two_classes_of_one_name_have_two_identities() -> None:
+    classes = [
+        type("Own", (feature_maps.FeatureMap,), {"__module__": module}) for module in ("first", "second")
+    ]
+    assert [fmap().identity for fmap in classes] == ["first.Own()", "second.Own()"]

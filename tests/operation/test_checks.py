@@ -139,22 +139,16 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
     ({"rope_order": "between"}, NO_ORDER),
 ]  # fmt: skip
 TYPES: list[tuple[dict[str, Any], str]] = [
-    *(({name: 0.9}, f"{name}: got float, expected a floating-") for name in (*DATA, "decay")),
-    *(({name: cu(1, 1)}, f"{name}: got torch.int32, expected a fl") for name in (*DATA, "decay")),
-    *(
-        (
-            {name: zeros(1, N, G).to(torch.float8_e4m3fn)},
-            f"{name}: got torch.float8_e4m3fn, expected float64, ",
-        )
-        for name in DATA
-    ),
+    *(({name: 0.9}, f"{name}: got float, expected a dense torch.Tensor") for name in (*DATA, "decay")),
+    *(({name: zeros(1, N, G).to(dtype)}, f"{name}: got {dtype}, expected float64, ")
+      for name in (*DATA, "decay") for dtype in (torch.int32, torch.float8_e4m3fn)),
     *(
         ({name: [1]}, f"{name}: got list, exp")
         for name in ("positions", "key_positions", "key_mask", "state", "rotary")
     ),
     ({"cu_seqlens": [0, N]}, "cu_seqlens: got list, exp"),
     ({"cu_seqlens": torch.tensor([0.0, N])}, "cu_seqlens: got torch.float32, expected int32 or int64"),
-]
+]  # fmt: skip
 ALL = [
     *((attend, options, ValueError, message) for options, message in VALUES),
     *((layer, options, ValueError, message) for options, message in LAYERS),
@@ -199,3 +193,33 @@ def test_packed_sequences_of_no_tokens_at_all(backend: str) -> None:
     results = everything(q, k, v, cu_seqlens=cu(0, 0, 0), backend=backend, **FADING)
     assert results["out"].shape == (1, 0, G, D)
     assert results["kv"].shape == (2, G, D, D)
+
+
+class Stretched(Rotary):
+    """The angles grow with the logarithm of the position."""
+
+    def angles(self, positions: Tensor) -> Tensor:
+        return super().angles(positions).log1p()
+
+
+class Slower(Rotary):
+    def turns_per_position(self, device: torch.device) -> Tensor:
+        return super().turns_per_position(device) // 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "order", "other"), [(Stretched, "after", "before"), (Slower, "before", "after")]
+)
+def test_a_rotation_whose_angles_a_call_would_not_read_is_refused(
+    kind: type[Rotary], order: str, other: str
+) -> None:
+    attend(rotary=Rotary(D), rope_order=order)
+    with pytest.raises(
+        TypeError, match=rf"^rotary: got {kind.__name__} with .*, which rope_order='{order}' does not"
+    ):
+        attend(rotary=kind(D), rope_order=order)
+    with pytest.raises(TypeError, match=r"expected its own .* angle_steps$"):
+        layer(rotary=kind(D), rope_order=order)
+    assert not torch.equal(
+        attend(rotary=kind(D), rope_order=other), attend(rotary=Rotary(D), rope_order=other)
+    )
