@@ -1,42 +1,70 @@
 """Checks of the operators' arguments, the choice of a kernel, and its launch."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linrope.backends import native
+from linrope.backends import library, native
 from linrope.common.argument_checks import check_name
 from linrope.common.private_names import forward_mode, transformed
 from linrope.common.tracing import exporting, has_tangents, plain
 from linrope.recurrence.call import with_dense_rows
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_MOST_CALLS = 1024
-_backends: dict[Hashable, str] = {}
+_MOST_PLANS = 1024
+_plans: dict[Hashable, "Plan"] = {}
 
 
-def backend_of(settings: tuple[Any, ...], tensors: Sequence[Tensor | None], check: Callable[[], str]) -> str:
-    """The backend that runs the call: what ``check`` returns, which is called once for all calls that are alike.
+@dataclass
+class Plan:
+    """How calls that are alike are computed."""
+
+    kernel: str  # "native", "triton" or "eager"
+    # True: the native kernel may take the call's own tensors. The first call whose strides or dtypes it refuses sets
+    # False, and the later ones prepare their tensors for it.
+    as_is: bool
+
+
+def plan_of(settings: tuple[Any, ...], tensors: Sequence[Tensor | None], check: Callable[[], str]) -> Plan:
+    """The plan of a call. Its kernel is what ``check`` returns, which is called once for all calls that are alike.
 
     check: raises if an argument does not fit, and chooses. It looks at the settings, at the tensors' shapes, dtypes,
     devices and layouts, and at nothing else. settings: the operator's name, and all arguments that are no tensors.
     """
     if not plain(tensors) or forward_mode():
-        return check()
+        return Plan(check(), as_is=False)
     kinds = tuple([x if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
     key = settings, kinds, native.why_not()
     try:
-        backend = _backends.get(key)
+        plan = _plans.get(key)
     except TypeError:  # a setting that cannot be looked up, which the checks refuse
-        return check()
-    if backend is None:
-        backend = check()
-        if len(_backends) >= _MOST_CALLS:
-            _backends.clear()
-        _backends[key] = backend
-    return backend
+        return Plan(check(), as_is=False)
+    if plan is None:
+        kernel = check()
+        plan = Plan(kernel, as_is=kernel == "native")
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def run_as_is(plan: Plan, operator: str, inputs: Iterable[Tensor | None], *arguments: Any) -> Any:
+    """The native kernel's result from the call's own tensors. None: autograd records the call, or they do not fit.
+
+    inputs: the tensors that may have gradients.
+    """
+    if not plan.as_is:
+        return None
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return None
+    try:
+        return library.run(operator, *arguments)
+    except RuntimeError:  # it checks everything before it computes
+        plan.as_is = False
+        return None
 
 
 def check_dense(name: str, x: object, device: torch.device | None = None) -> None:

@@ -14,13 +14,14 @@ from linrope.operation.checks import check_bounds, check_cu_seqlens
 from linrope.ops.arguments import (
     as_parameter,
     as_tokens,
-    backend_of,
     check_dense,
     check_shape,
     choose,
     converted,
     gradient_of,
     launch,
+    plan_of,
+    run_as_is,
 )
 from linrope.recurrence.call import contiguous
 from linrope.recurrence.packing import owners, rising_bounds
@@ -115,12 +116,16 @@ def convolve_parts(
         )
         return choose(backend, tensors, too_large)
 
-    kernel = backend_of(("convolve", len(parts), backend), (*tensors, cu_seqlens), check)
+    plan = plan_of(("convolve", len(parts), backend), (*tensors, cu_seqlens), check)
     if cu_seqlens is not None:
         check_bounds(cu_seqlens, parts[0].shape[1])
     if weight.ndim == 3:
         weight = weight.view(weight.shape[0], weight.shape[2])
-    others = (*parts[1:], None, None)
+    if len(parts) == 1:
+        y = run_as_is(plan, "convolve", tensors, parts[0], weight, bias, before, cu_seqlens, silu)
+        if y is not None:
+            return (y,)
+    others, kernel = (*parts[1:], None, None), plan.kernel
     call = _Convolution(parts[0], others[0], others[1], weight, bias, before, cu_seqlens, silu, kernel)
     return _CONVOLVE.definition(call) if kernel == "eager" else _CONVOLVE(call, call)[: len(parts)]
 

@@ -10,7 +10,7 @@ from linrope.backends.operator import Operator, Output, Tensors
 from linrope.common.argument_checks import check_name
 from linrope.common.precision import full_precision
 from linrope.common.tracing import check_not_in_onnx
-from linrope.ops.arguments import backend_of, check_dense, check_shape, choose, launch
+from linrope.ops.arguments import check_dense, check_shape, choose, launch, plan_of
 
 ACTIVATIONS = ("log_sigmoid", "sigmoid")
 MOST_HEADS = 128  # the most that the Triton kernel takes
@@ -118,7 +118,7 @@ def _run(
             too_large = f"{heads} heads: it takes up to {MOST_HEADS}; use backend='eager'"
         return choose(backend, (x, weight, bias), too_large, ("triton",))
 
-    kernel = backend_of(("gates", activation, backend), (x, weight, bias), check)
+    kernel = plan_of(("gates", activation, backend), (x, weight, bias), check).kernel
     call = _Gates(x, weight, bias, activation, complement)
     return _GATES.definition(call) if kernel == "eager" else _GATES(call, call)
 

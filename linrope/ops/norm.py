@@ -14,13 +14,14 @@ from linrope.common.tracing import check_not_in_onnx
 from linrope.ops.arguments import (
     as_parameter,
     as_tokens,
-    backend_of,
     check_dense,
     check_shape,
     choose,
     converted,
     gradient_of,
     launch,
+    plan_of,
+    run_as_is,
 )
 
 SPANS = ("head", "all")  # what a norm goes over: each head alone, or all of them
@@ -109,23 +110,16 @@ def gated_norm(
             too_large = f"{out.shape[3]} values per head: it takes up to {MOST_VALUES}; use backend='eager'"
         return choose(backend, tensors, too_large)
 
-    kernel = backend_of(("gated_norm", eps, *names, backend), tensors, check)
+    plan = plan_of(("gated_norm", eps, *names, backend), tensors, check)
     if weight is not None and weight.ndim == 1 and over == "all":
         weight = weight.view(out.shape[2:])
-    call = _GatedNorm(
-        out,
-        weight,
-        gate,
-        v,
-        skip,
-        float(eps),
-        over == "all",
-        gate_order == "before",
-        skip_order == "before",
-        gate_activation,
-        kernel,
-    )
-    return _NORM.definition(call) if kernel == "eager" else _NORM(call, call)[0]
+    flags = over == "all", gate_order == "before", skip_order == "before"
+    sigmoid = gate_activation == "sigmoid"
+    y = run_as_is(plan, "gated_norm", tensors, out, gate, v, weight, skip, float(eps), *flags, sigmoid)
+    if y is not None:
+        return y  # type: ignore[no-any-return]
+    call = _GatedNorm(out, weight, gate, v, skip, float(eps), *flags, gate_activation, plan.kernel)
+    return _NORM.definition(call) if plan.kernel == "eager" else _NORM(call, call)[0]
 
 
 def _check(

@@ -2,15 +2,18 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from linrope.backends import library
 from linrope.ops import arguments as kept
 from linrope.ops import convolve, convolve_parts, gated_norm, gates
-from tests.ops.cases import needs_native, numbers
+from tests.ops.cases import needs_native, numbers, with_gaps
 
 X, OUT = numbers(2, 9, 6), numbers(2, 9, 4, 5)
 CUTS = torch.tensor([0, 4, 9])
@@ -112,7 +115,72 @@ def test_calls_that_differ_in_their_numbers_alone_are_checked_once(monkeypatch: 
 
 
 def test_the_number_of_kept_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_MOST_CALLS", 3)
+    monkeypatch.setattr(kept, "_MOST_PLANS", 3)
     for n in range(1, 9):
         assert convolve(X[:, :n], numbers(6, 4)).shape == (2, n, 6)
-    assert len(kept._backends) <= 3
+    assert len(kept._plans) <= 3
+
+
+# What a call may change without an error: every argument, and what its kernel reads of it
+HALF, WIDE = torch.bfloat16, torch.float64
+OTHERS: dict[str, list[dict[str, Any]]] = {
+    "convolve": [
+        *({"x": x} for x in (with_gaps(X), X.to(HALF), X.double(), X.clone().requires_grad_())),
+        *({"weight": x} for x in (numbers(6, 1, 4), numbers(4, 6).T, numbers(6, 4).to(HALF), numbers(6, 4).double())),
+        *({"bias": x} for x in (None, with_gaps(numbers(6)), numbers(6).requires_grad_())),
+        *({"before": x} for x in (None, with_gaps(numbers(2, 3, 6)), numbers(2, 3, 6).to(HALF))),
+        {"weight": numbers(6, 3), "before": None}, {"silu": True}, {"backend": "eager"},
+    ],
+    "packed": [
+        *({"cu_seqlens": x} for x in (None, CUTS.int(), with_gaps(CUTS), torch.tensor([0, 5, 9]))),
+        {"cu_seqlens": None, "x": X},
+    ],
+    "parts": [
+        {"parts": (X[..., :5], numbers(2, 9, 7))}, {"parts": (numbers(2, 9, 12),)}, {"parts": (X, with_gaps(X))},
+        {"parts": (X, X.clone().requires_grad_())}, {"parts": (X[:, :4], X[:, :4])},
+    ],
+    "gated_norm": [
+        *({"out": x} for x in (with_gaps(OUT), OUT.to(HALF), OUT.double(), OUT.clone().requires_grad_())),
+        *({"weight": x} for x in (None, numbers(4, 5), numbers(5, 4).T, numbers(5).to(HALF))),
+        *({"gate": x} for x in (None, with_gaps(numbers(2, 9, 20)), numbers(2, 9, 20).to(HALF))),
+        *({"v": x} for x in (OUT[:, :, :1], with_gaps(OUT), OUT[:, :, :2].to(HALF))),
+        *({"skip": x} for x in (numbers(4).to(HALF), numbers(4).requires_grad_())),
+        {"v": None, "skip": None}, {"over": "all", "weight": numbers(20)},
+        {"eps": 0.5}, {"gate_order": "before"}, {"skip_order": "before"}, {"gate_activation": "sigmoid"},
+        {"backend": "eager"},
+    ],
+    "gates": [
+        {"x": X.double()}, {"weight": numbers(3, 6).to(HALF)}, {"bias": numbers(3).requires_grad_()},
+        {"activation": "sigmoid"}, {"backend": "eager"},
+    ],
+}  # fmt: skip
+# Calls that are alike in all but this, from the same tensors
+SURROUNDINGS = {
+    "as usual": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "forward mode": forward_ad.dual_level,
+}
+
+
+def outcome(run: Run, call: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """The results and what else a caller sees of them."""
+    results = run(**call)
+    results = [results] if isinstance(results, torch.Tensor) else results
+    return [(x.detach().tolist(), x.dtype, x.requires_grad, x.is_inference()) for x in results]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_plan_serves_no_call_that_differs_in_anything(name: str) -> None:
+    run, good = GOOD[name]
+    calls = [good, *(good | change for change in OTHERS[name])]
+    for first, second in [*product(calls[:1], calls), *product(calls, calls[:1])]:
+        for surroundings in SURROUNDINGS.values():
+            kept._plans.clear()
+            with surroundings():
+                expected = outcome(run, second)
+            kept._plans.clear()
+            run(**first)
+            with surroundings():
+                assert outcome(run, second) == expected
+                assert outcome(run, second) == expected
