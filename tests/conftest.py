@@ -91,6 +91,12 @@ def quick_interpreter() -> None:
         quicken()
 
 
+@pytest.fixture(autouse=True)
+def _quick_for_triton(request: pytest.FixtureRequest) -> None:
+    if "triton" in request.node.name:
+        request.getfixturevalue("quick_interpreter")
+
+
 torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other on a busy machine
 
 

@@ -146,6 +146,11 @@ def metadata(wheel: Path) -> str:
     return zipfile.ZipFile(wheel).read(name).decode()
 
 
+def make_repository(folder: Path, remote: str) -> None:
+    for arguments in (["init", "-q"], ["remote", "add", "origin", remote]):
+        subprocess.run(["git", *arguments], cwd=folder, check=True)
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 @pytest.mark.parametrize(
     ("remote", "expected"),
@@ -160,19 +165,24 @@ def metadata(wheel: Path) -> str:
         ("C:/someone/linrope", None),
     ],
 )
-def test_addresses_are_those_of_the_repository(project: Path, remote: str, expected: str | None) -> None:
+def test_addresses_are_those_of_the_repository(tmp_path: Path, remote: str, expected: str | None) -> None:
+    assert hatch_build.address(tmp_path) is None
+    make_repository(tmp_path, remote)
+    assert hatch_build.address(tmp_path) == expected
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_metadata_and_readme_have_the_repository_s_address_also_without_the_repository(project: Path) -> None:
     (project / "docs").mkdir()
     (project / "docs" / "one.md").touch()
     readme = "[one](docs/one.md#two), ![three](docs/one.md), [0](x), [a](https://a.b/c)"
     (project / "README.md").write_text(readme)
-    for arguments in (["init", "-q"], ["remote", "add", "origin", remote]):
-        subprocess.run(["git", *arguments], cwd=project, check=True)
     said = metadata(hatch(project, BUILDS, "build_wheel")[0])
+    assert "Project-URL: " not in said
+    assert readme in said
+    make_repository(project, "https://someone:token@code.example:8443/linrope/")
+    said, expected = metadata(hatch(project, BUILDS, "build_wheel")[0]), "https://code.example:8443/linrope"
     assert "token" not in said
-    if expected is None:
-        assert "Project-URL: " not in said
-        assert readme in said
-        return
     assert f"Project-URL: Repository, {expected}\n" in said
     page, image = f"[one]({expected}/blob/HEAD/docs/one.md#two)", f"![three]({expected}/raw/HEAD/docs/one.md)"
     assert f"{page}, {image}, [0](x), [a](https://a.b/c)" in said

@@ -1,4 +1,7 @@
-"""docs/coming_from.md: its calls give what the equations of the other libraries give, written out in float64."""
+"""docs/coming_from.md: its calls give what the equations of the other libraries give, written out in float64.
+
+Their recurrences are in tests/backends/test_gates.py.
+"""
 
 from typing import Any
 
@@ -9,6 +12,7 @@ from torch.nn import functional as F
 
 from linrope import Rotary, feature_maps, linear_rope_attention, state_from_sums
 from linrope.rotation.rotary import grid_positions
+from tests.support.equation import Equation
 
 same = torch.testing.assert_close
 FLA: dict[str, Any] = {"feature_map": None, "normalize": False}
@@ -18,40 +22,6 @@ FLA: dict[str, Any] = {"feature_map": None, "normalize": False}
 def qkv() -> Tensor:
     """q, k, v (b, n, h, d)"""
     return torch.randn(3, 2, 12, 4, 8, dtype=torch.float64)
-
-
-def gated(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, h: Tensor | None = None) -> Tensor:
-    """h_t = e^(g_t) h_(t-1) + k_t v_t^T,  out_t = h_t^T q_t"""
-    h = q.new_zeros(2, 4, 8, 8) if h is None else h
-    out = []
-    for t in range(q.shape[1]):
-        h = log_decay[:, t].exp()[..., None, None] * h + k[:, t, :, :, None] * v[:, t, :, None]
-        out.append(torch.einsum("bhd,bhde->bhe", q[:, t], h))
-    return torch.stack(out, 1)
-
-
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """h_t = e^(g_t) h_(t-1) + beta_t k_t (v_t - e^(g_t) h_(t-1)^T k_t)^T,  out_t = h_t^T q_t"""
-    h, out = q.new_zeros(2, 4, 8, 8), []
-    for t in range(q.shape[1]):
-        h = log_decay[:, t].exp()[..., None, None] * h
-        u = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhd,bhde->bhe", k[:, t], h))
-        h = h + k[:, t, :, :, None] * u[:, :, None]
-        out.append(torch.einsum("bhd,bhde->bhe", q[:, t], h))
-    return torch.stack(out, 1)
-
-
-def test_a_decay_from_data_or_retnet_s_is_fla_s_and_mamba_s(qkv: Tensor) -> None:
-    q, k, v = qkv
-    g = F.logsigmoid(torch.randn(2, 12, 4, dtype=torch.float64))
-    same(linear_rope_attention(q, k, v, log_decay=g, **FLA), gated(q, k, v, g))
-    retnet = 1 - 2.0 ** (-5 - torch.arange(4, dtype=torch.float64))
-    same(linear_rope_attention(q, k, v, decay=retnet, **FLA), gated(q, k, v, retnet.log().expand(2, 12, 4)))
-    dt, a = F.softplus(torch.randn(2, 12, 4, dtype=torch.float64)), -torch.rand(4, dtype=torch.float64)
-    same(
-        linear_rope_attention(q, k, v, log_decay=dt * a, write=dt, **FLA),
-        gated(q, k, dt[..., None] * v, dt * a),
-    )
 
 
 def test_mamba_ssm_s_options_are_applied_around_the_call() -> None:
@@ -91,7 +61,7 @@ def test_a_state_of_fla_is_continued_with_its_scale(qkv: Tensor) -> None:
     out, last = linear_rope_attention(
         q * 8**-0.5, k, v, log_decay=g, state=state, return_state=True, **FLA
     )  # fmt: skip
-    same(out, gated(q * 8**-0.5, k, v, g, initial_state))
+    same(out, Equation()(q * 8**-0.5, k, v, log_decay=g, state=state, **FLA)[0])
     assert last.kv.shape == initial_state.shape
 
 
@@ -104,7 +74,7 @@ def test_the_unit_map_with_fla_s_scale_is_gated_deltanet(qkv: Tensor) -> None:
         linear_rope_attention(
             q, k, v, feature_map=unit, normalize=False, log_decay=g, write=beta, erase=beta
         ),
-        gated_delta_rule(unit_q * 8**-0.5, unit_k, v, g, beta),
+        Equation()(unit_q * 8**-0.5, unit_k, v, log_decay=g, write=beta, erase=beta, **FLA)[0],
     )
 
 

@@ -1,4 +1,4 @@
-"""Tests of the backend triton also run on a GPU; on a CPU they get a quick interpreter. Fresh memory holds NaN."""
+"""Tests of the backend triton also run on a GPU. Fresh memory holds NaN."""
 
 import pytest
 
@@ -11,7 +11,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _interpreted(request: pytest.FixtureRequest) -> None:
+def _poisoned(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu"):
-        request.getfixturevalue("quick_interpreter")
         request.getfixturevalue("poison")

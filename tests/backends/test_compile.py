@@ -1,4 +1,9 @@
-"""torch.library's own checks of the operator, and torch.compile without recompilation."""
+"""torch.library's own checks of the operator, and torch.compile without recompilation.
+
+Where no gradients are asked for, what is compiled runs as it was traced, without AOTAutograd.
+"""
+
+from typing import Any
 
 import pytest
 import torch
@@ -88,11 +93,6 @@ CONFIGURATIONS = {
     "one token": {"n": 1, "state": True, "save": False},
     "cross": {"causal": False, "m": 9, "dtype": torch.float32},
 }
-# Every argument of the operator, with and without gradients; make test-long has the others
-ORDINARY = (
-    "causal, state, mask", "causal, positions, half", "decay, steps", "packed", "state only", "one token", "cross",
-    "erase", "float32, inference", "bidirectional",
-)  # fmt: skip
 IN_FLOAT32 = {  # of the compiled kernels, which share the operator
     "packed": {"packed": True, "state": True, "decay": True},
     "causal, inference, mask": {"save": False, "mask": True},
@@ -100,23 +100,27 @@ IN_FLOAT32 = {  # of the compiled kernels, which share the operator
     "cross": {"causal": False, "m": 5, "state": True},
     "bidirectional": {"causal": False, "state": True},
 }
+OF_NATIVE = IN_FLOAT32 | {
+    "write": {"write": True, "decay": True},
+    "erase": {"erase": True, "decay": True, "steps": True, "state": True, "mask": True, "positions": True},
+}
 SHORT = {"dtype": torch.float32, "n": 9, "layout": "half"}
-WRITE = {"write": True, "decay": True, "dtype": torch.float32, "n": 9}  # the others get products
 CHECKED = [
-    pytest.param("native", WRITE, id="native-write", marks=NATIVE.marks),
-    *(pytest.param("eager", x, id=f"eager-{name}", marks=() if name in ORDINARY else pytest.mark.long)
-      for name, x in CONFIGURATIONS.items()),
-    *(pytest.param("native", x | SHORT, id=f"native-{name}", marks=NATIVE.marks) for name, x in IN_FLOAT32.items()),
+    *(pytest.param("native", x | SHORT, id=f"native-{name}", marks=NATIVE.marks) for name, x in OF_NATIVE.items()),
+    *(pytest.param("eager", x, id=f"eager-{name}") for name, x in CONFIGURATIONS.items()),
     *(pytest.param("triton", x | SHORT, id=f"triton-{name}", marks=() if name == "packed" else LONG_HERE)
       for name, x in IN_FLOAT32.items()),
 ]  # fmt: skip
+# With all of torch.library's checks; tracing calls of any size, for a second each, is the operator's, not a backend's.
+QUICK = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch 2.15 reads it itself
 @pytest.mark.parametrize(("backend", "configuration"), CHECKED)
 def test_operator_passes_torch_library_s_checks(backend, configuration) -> None:
     """Schema, autograd registration, fake tensors (shapes and dtypes), and dynamic-shape tracing."""
-    torch.library.opcheck(OPERATOR, operator_arguments(**configuration, backend=backend))
+    checks = (*QUICK, "test_aot_dispatch_dynamic") if backend == "native" else QUICK
+    torch.library.opcheck(OPERATOR, operator_arguments(**configuration, backend=backend), test_utils=checks)
 
 
 @pytest.mark.usefixtures("short_segments")
@@ -161,51 +165,36 @@ def test_the_running_maximum_has_an_operator(decays: bool, packed: bool) -> None
 
 
 LONG = {"marks": pytest.mark.long}
-
-
-@pytest.mark.parametrize(
-    ("dynamic", "options"),
-    [pytest.param(None, {}, **LONG),
-     pytest.param(None, {"backend": "triton"}, marks=LONG_HERE),
-     pytest.param(None, {"backend": "triton", "causal": False}, marks=LONG_HERE),
-     (True, {"causal": False}),
-     pytest.param(None, {"feature_map": "favor+"}, **LONG),
-     pytest.param(True, {}, **LONG),
-     pytest.param(None, {"feature_map": "softmax", "rotary": "half"}, **LONG),
-     pytest.param(None, {"feature_map": "hedgehog", "decay": "retnet", "rope_order": "before"}, **LONG)],
-    ids=str,
-)  # fmt: skip
-def test_compiled_in_one_graph_a_module_computes_the_same(options, dynamic) -> None:
-    model = Model(**options)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for n in (9, 70):
-        x = numbers(1 if "backend" in options else B, n, 16)
-        for a, b in zip(gradients(model, compiled, x), gradients(model, model, x), strict=True):
-            assert_close(a, b)
-
-
 # Short of, at and past the sizes of blocks
 LENGTHS = (2, 3, 5, 8, 16, 31, 32, 33, 63, 64, 65, 70, 96, 101, 128, 129)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"feature_map": "softmax"}, pytest.param({"causal": False}, **LONG)], ids=str
-)
-def test_all_lengths_compile_at_most_twice(options) -> None:
+    ("options", "lengths"),
+    [({"feature_map": "softmax", "rotary": "half"}, LENGTHS),
+     ({"causal": False}, (9, 70)),
+     pytest.param({"feature_map": "favor+"}, (9, 70), **LONG),
+     pytest.param({"feature_map": "hedgehog", "decay": "retnet", "rope_order": "before"}, (9, 70), **LONG),
+     pytest.param({"backend": "triton"}, (9, 70), marks=LONG_HERE),
+     pytest.param({"backend": "triton", "causal": False}, (9, 70), marks=LONG_HERE)],
+    ids=str,
+)  # fmt: skip
+def test_in_one_graph_a_module_computes_the_same_and_all_lengths_compile_at_most_twice(
+    options: dict[str, Any], lengths: tuple[int, ...]
+) -> None:
     """Once for the first length, and once, when it sees a second one, for all lengths."""
     model, counter = Model(**options), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for n in LENGTHS:
-        x = numbers(B, n, 16)
-        y, _ = compiled(x)
-        assert_close(y, model(x)[0])
-        y.sum().backward()
+    for n in lengths:
+        x = numbers(1 if "backend" in options else B, n, 16)
+        for a, b in zip(gradients(model, compiled, x), gradients(model, model, x), strict=True):
+            assert_close(a, b)
     assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("causal", [True, pytest.param(False, **LONG)])
 def test_calls_of_all_lengths_with_the_state_handed_on_compile_at_most_twice(causal: bool) -> None:
-    model, counter = Model(causal=causal), CompileCounterWithBackend("aot_eager")
+    model, counter = Model(causal=causal), CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     with torch.no_grad():
         _, state = model(numbers(B, 5, 16))
@@ -218,9 +207,9 @@ def test_calls_of_all_lengths_with_the_state_handed_on_compile_at_most_twice(cau
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=LONG_HERE)])
 def test_compiled_decoding_goes_on_from_a_state_and_compiles_once(backend: str) -> None:
-    model, counter = Model(backend=backend), CompileCounterWithBackend("aot_eager")
+    model, counter = Model(backend=backend), CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     x = numbers(B, 14, 16)
     with torch.no_grad():
@@ -236,12 +225,12 @@ def test_compiled_decoding_goes_on_from_a_state_and_compiles_once(backend: str) 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_gradients_flow_through_a_state_that_compiled_code_returned() -> None:
     model = Model()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = numbers(B, 12, 16)
 
     def in_two_pieces(x: torch.Tensor, run) -> tuple[torch.Tensor, LinearAttentionState]:
-        head, state = run(x[:, :5])
-        tail, state = run(x[:, 5:], state)
+        head, state = run(x[:, :6])
+        tail, state = run(x[:, 6:], state)
         return torch.cat((head, tail), 1), state
 
     whole = gradients(model, model, x)
@@ -250,22 +239,14 @@ def test_gradients_flow_through_a_state_that_compiled_code_returned() -> None:
         assert_close(a, b, atol=1e-4, rtol=1e-4)  # float32 sums in another order
 
 
-def test_the_operation_itself_compiles_with_given_positions_and_mask() -> None:
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions, mask) -> torch.Tensor:
-        return linear_rope_attention(q, k, v, rotary=Rotary(D), positions=positions, key_mask=mask)
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (4, 9):
-        q, k, v = tokens(n, n, torch.float32)
-        how = torch.arange(n) * 3, numbers(B, n) > 0
-        assert_close(compiled(q, k, v, *how), run(q, k, v, *how))
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_delta_rule_compiles_twice_for_all_lengths_with_the_state_handed_on() -> None:
-    def run(q, k, v, erase, state) -> tuple[torch.Tensor, LinearAttentionState]:
+    """With positions and a mask, too."""
+
+    def run(q, k, v, erase, positions, mask, state) -> tuple[torch.Tensor, LinearAttentionState]:
         how = {"rotary": Rotary(D), "feature_map": "unit", "normalize": False, "return_state": True}
-        return linear_rope_attention(q, k, v, erase=erase, state=state, **how)
+        given = {"erase": erase, "positions": positions, "key_mask": mask, "state": state}
+        return linear_rope_attention(q, k, v, **given, **how)
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=counter)
@@ -274,7 +255,7 @@ def test_the_delta_rule_compiles_twice_for_all_lengths_with_the_state_handed_on(
         state, results = None, []
         for n in (7, 70, 3, 1, 20):
             inputs = [x.requires_grad_() for x in (*tokens(n, n, torch.float32), numbers(B, n, G).sigmoid())]
-            out, after = call(*inputs, state)
+            out, after = call(*inputs, 3 * torch.arange(n) + 9, numbers(B, n) > -1, state)
             gradients = torch.autograd.grad(out.square().sum() + after.kv.square().sum(), inputs)
             state = after.detach()
             results += [out, state.kv, state.position, *gradients]

@@ -1,6 +1,6 @@
 """The delta rule: what ``erase`` does, what the calls around it see, and which calls refuse it."""
 
-from itertools import pairwise
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from linrope import LinearAttentionState, Rotary, feature_maps, linear_rope_attention, linear_rope_state
 from linrope.backends import native
 from linrope.recurrence.identities import WITHOUT_Z
-from tests.support.contract import instruction_set
+from tests.support.contract import of_backends
 from tests.support.equation import Equation
-from tests.support.oracle import NATIVE, assert_same, everything, native_sets, randoms
+from tests.support.oracle import NATIVE, assert_same, everything, randoms
 
 B, N, H, G, F, E = 2, 37, 4, 2, 6, 3
 COMPUTE = ("reference", "eager")
@@ -46,23 +46,11 @@ def call(tensors: Tensors, backend: str, **options: Any) -> tuple[Tensor, Linear
 
 
 @computing
-def test_it_is_the_recurrence_token_by_token(backend: str) -> None:
-    """DeltaNet without rotation: S <- S - b k (S^T k)^T + w k v^T."""
+def test_the_state_alone_is_that_of_a_call(backend: str) -> None:
     (q, k, v), data = tokens()
-    S, outs = torch.zeros(B, G, F, E, dtype=torch.float64), []
-    for t in range(N):
-        found = torch.einsum("bgf,bgfe->bge", k[:, t], S)
-        u = data["write"][:, t, :, None] * v[:, t] - data["erase"][:, t, :, None] * found
-        S = S + torch.einsum("bgf,bge->bgfe", k[:, t], u)
-        outs.append(torch.einsum("bgrf,bgfe->bgre", q[:, t].unflatten(1, (G, -1)), S).flatten(1, 2))
-    options: dict[str, Any] = {"feature_map": None, "rotary": None, "log_decay": None, "angle_steps": None}
-    out, state = call(([q, k, v], data), backend, **options)
-    torch.testing.assert_close(out, torch.stack(outs, 1), rtol=0, atol=1e-12)
-    torch.testing.assert_close(state.kv, S, rtol=0, atol=1e-12)
-    alone = linear_rope_state(
-        k, v, **data | {"log_decay": None, "angle_steps": None}, feature_map=None, backend=backend
-    )
-    torch.testing.assert_close(alone.kv, S, rtol=0, atol=1e-12)
+    _, state = call(([q, k, v], data), backend)
+    alone = linear_rope_state(k, v, **data, feature_map=UNIT, rotary=WITHOUT["rotary"], backend=backend)
+    torch.testing.assert_close(alone.kv, state.kv, rtol=0, atol=1e-12)
     assert alone.identity == state.identity
 
 
@@ -113,16 +101,6 @@ def test_pieces_give_the_whole(cut: int, backend: str) -> None:
 
 
 @computing
-def test_packed_sequences_do_not_see_each_other(backend: str) -> None:
-    tensors, bounds = tokens(1), [0, 9, 9, 30, N]
-    out, state = call(tensors, backend, cu_seqlens=torch.tensor(bounds))
-    for i, (low, high) in enumerate(pairwise(bounds)):
-        one, alone = call(part(tensors, slice(low, high)), backend)
-        torch.testing.assert_close(out[:, low:high], one, rtol=0, atol=1e-12)
-        torch.testing.assert_close(state.kv[i], alone.kv[0], rtol=0, atol=1e-12)
-
-
-@computing
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e30])
 def test_left_padding_may_hold_anything(garbage: float, backend: str) -> None:
     (qkv, data), pad = tokens(), 5
@@ -143,39 +121,19 @@ def test_left_padding_may_hold_anything(garbage: float, backend: str) -> None:
     assert found["derase"][:, :pad].abs().max() == 0
 
 
-@computing
-def test_shared_heads_are_as_repeated_ones(backend: str) -> None:
-    qkv, data = tokens()
-    q, k, v = qkv[0][:, :, :1], qkv[1][:, :, :1], qkv[2]
-    shared, _ = call(([q, k, v], data), backend)
-    repeated, _ = call(([q.expand(-1, -1, G, -1), k.expand(-1, -1, G, -1), v], data), backend)
-    torch.testing.assert_close(shared, repeated, rtol=0, atol=1e-12)
-
-
-@computing_float32
-def test_nearly_equal_keys_do_not_harm_float32(backend: str) -> None:
-    qkv, data = tokens(1, 256)
-    qkv[1] = qkv[1][:, :1] + 1e-2 * qkv[1]
-    qkv[1] = qkv[1] / qkv[1].norm(dim=-1, keepdim=True)
-    data = {"erase": torch.ones_like(data["erase"])}
-    exact, _ = call((qkv, data), "reference")
-    found, _ = call(([x.float() for x in qkv], {"erase": data["erase"].float()}), backend)
-    assert (found - exact).abs().max() < 1e-4 * exact.abs().max()
-
-
 KINDS = ("open gates", "closed gates", "gates of all sizes", "nearly equal keys", "erase up to 2")
 
 
-@computing_float32
-@pytest.mark.parametrize("kind", KINDS)
+@of_backends("kind", reference=KINDS, eager=KINDS, native=KINDS, triton=KINDS[2:])
 def test_float32_stays_within_the_bound(kind: str, backend: str) -> None:
     """out within 16 u M, and gradients as exact, the gates' included, with a loss on the last state too."""
     n = 70 if backend == "triton" else 300
     q, k, v = randoms(1, n, 2, 16)
-    k = k[:, :1] + 1e-2 * k if kind == "nearly equal keys" else k
     share = torch.rand(1, n, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     gates = -share / 10
-    if kind == "closed gates":
+    if kind == "nearly equal keys":
+        k, share, gates = k[:, :1] + 1e-2 * k, torch.ones_like(share), torch.zeros_like(gates)
+    elif kind == "closed gates":
         gates = torch.full_like(gates, -20)
     elif kind == "gates of all sizes":
         gates[:, ::17], gates[:, 3::7], gates[:, 5::11] = -1e4, 0, -20
@@ -185,20 +143,22 @@ def test_float32_stays_within_the_bound(kind: str, backend: str) -> None:
     options: dict[str, Any] = {"feature_map": None, "normalize": False, "rotary": Rotary(16)}
     wide, equation = {name: x.double() for name, x in data.items()}, Equation()
     exact = everything(*(x.double() for x in narrow), call=equation, **options, **wide)
-    for instructions in native_sets(backend):
-        with instruction_set(instructions):
-            found = everything(*narrow, **options, **data, backend=backend)
-        assert ((found["out"].double() - exact["out"]).abs() <= 16 * 2.0**-24 * equation.sizes.out).all()
-        for name, x in exact.items():
-            assert (found[name].double() - x).abs().max() <= 1e-5 * x.abs().max(), (name, instructions)
+    found = everything(*narrow, **options, **data, backend=backend)
+    assert ((found["out"].double() - exact["out"]).abs() <= 16 * 2.0**-24 * equation.sizes.out).all()
+    for name, x in exact.items():
+        assert (found[name].double() - x).abs().max() <= 1e-5 * x.abs().max(), name
 
 
-@computing_float32
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("dtype_of_erase", [torch.bfloat16, torch.float32, torch.float64])
+OF_CALL_AND_ERASE = [
+    *product((torch.bfloat16, torch.float16, torch.float32), (torch.bfloat16, torch.float32, torch.float64))
+]
+
+
+@of_backends(
+    "dtype dtype_of_erase", reference=OF_CALL_AND_ERASE, eager=OF_CALL_AND_ERASE, native=OF_CALL_AND_ERASE,
+    triton=[(torch.float16, torch.bfloat16), (torch.float32, torch.float64)],
+)  # fmt: skip
 def test_dtypes_may_differ(dtype: torch.dtype, dtype_of_erase: torch.dtype, backend: str) -> None:
-    if backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available():
-        pytest.skip("Triton's interpreter does not multiply bfloat16")
     qkv, data = tokens()
     qkv, data = [x.to(dtype) for x in qkv], {"erase": data["erase"].to(dtype_of_erase).requires_grad_()}
     out, state = call((qkv, data), backend)
