@@ -58,11 +58,6 @@ READERS = {  # models and tasks of tiny Shakespeare
     ("softmax-rope", "shakespeare-512"): "softmax attention with RoPE (`softmax-rope`), 512 characters",
     ("block", "shakespeare-512-equal-time"): "the default block, 512 characters",
 }
-TRACKING = {  # tasks, and what docs/evidence.md calls them
-    "track-parity": "parity",
-    "track-arithmetic": "arithmetic",
-    "track-brackets": "with brackets",
-}
 TRACKING_MODELS = {
     "block-unrotated": "the block without rotation",
     "block-all-rotated": "fixed rotation",
@@ -71,14 +66,6 @@ TRACKING_MODELS = {
     "block-tied-2-selective-add": "erase up to 2 and selective rotation",
 }
 
-MAD = {
-    "mad-compress": "compression",
-    "mad-fuzzy-recall": "fuzzy recall",
-    "mad-recall": "recall",
-    "mad-memorize": "memorization",
-    "mad-noisy-recall": "noisy recall",
-    "mad-copy": "copying",
-}
 MAD_MODELS = {
     "softmax-rope+init": "softmax attention",
     "gated-deltanet": "Gated DeltaNet",
@@ -280,8 +267,13 @@ def shakespeare() -> str:
     return table(" | loss | steps | CPU time", rows)
 
 
-def beside_published(tasks: dict[str, str], models: dict[str, str], *, averaged: bool = False) -> str:
-    """The first result of each task, and their mean if averaged: ours, then what others published."""
+def beside_published(kind: str, models: dict[str, str], *, averaged: bool = False) -> str:
+    """The first result of each task, and their mean if averaged: ours, then what others published.
+
+    kind: what the headings of the study's tables begin with.
+    """
+    headings = {task: heading.partition(": ") for task, (heading, _) in report.TASKS.items()}
+    tasks = {task: words for task, (start, _, words) in headings.items() if start == kind}
     runs = _study()[0]
     found = {
         f"{words} (`{model}`)": [
@@ -333,8 +325,8 @@ PAGES = {
     "docs/evidence.md": {
         "shakespeare": shakespeare,
         "price": price,
-        "mad": partial(beside_published, MAD, MAD_MODELS, averaged=True),
-        "tracking": partial(beside_published, TRACKING, TRACKING_MODELS),
+        "mad": partial(beside_published, "MAD", MAD_MODELS, averaged=True),
+        "tracking": partial(beside_published, "State tracking", TRACKING_MODELS),
     },
     "README.md": {"families": models_in_short, "study": partial(quality, "#what-it-computes")},
     "docs/index.md": {

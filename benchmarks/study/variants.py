@@ -232,13 +232,14 @@ def build(name: str, task: Task, seed: int = 0) -> Logits:
     Raises:
         ValueError: it cannot be made to have as many parameters as "softmax-rope".
     """
-    target = num_parameters(_make("softmax-rope", task, task.hidden_dim))
     start = 16 if VARIANTS[name][1].get("mixers") else task.hidden_dim
-    if name in peers.PEERS:
-        make: Callable[[int], Logits] = lambda size: Logits(*peers.make(name, task, size))  # noqa: E731
-        size = fit(lambda size: num_parameters(make(size)), target, peers.PEERS[name].start)
-    else:
-        make = lambda size: _make(name, task, size)  # noqa: E731
+    start = peers.PEERS[name].start if name in peers.PEERS else start
+
+    def make(size: int) -> Logits:
+        return Logits(*peers.make(name, task, size)) if name in peers.PEERS else _make(name, task, size)
+
+    with torch.device("meta"):
+        target = num_parameters(_make("softmax-rope", task, task.hidden_dim))
         size = fit(lambda size: num_parameters(make(size)), target, start)
     torch.manual_seed(seed)
     model = make(size)

@@ -33,10 +33,10 @@ class Row:
             cause = " ".join(str(error).split())
             self.failures.append(f"{name}: {type(error).__name__}: {cause}, in: {case}")
             return
-        for part, error in found.items():
-            self.errors[part] = max(self.errors.get(part, 0.0), error)
-            if not error <= 1:
-                self.failures.append(f"{name}: {part} has {error:.3g} times the error allowed, in: {case}")
+        for part, share in found.items():
+            self.errors[part] = max(self.errors.get(part, 0.0), share)
+            if not share <= 1:
+                self.failures.append(f"{name}: {part} has {share:.3g} times the error allowed, in: {case}")
 
 
 def compared(seconds: float, reasons: dict[str, str | None]) -> tuple[list[Row], dict[str, str]]:
