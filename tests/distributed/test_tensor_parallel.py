@@ -116,8 +116,6 @@ def language_model(dp: int, cp: int, tp: int) -> None:
 SIZES: dict[str, Any] = {"embed_dim": 16, "num_layers": 1, "num_heads": 4}
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     r"num_kv_heads=1: expected a multiple of the \d processes": lambda: LinearRoPEAttention(16, 4, num_kv_heads=1),
-    "trapezoid=True: expected False for tensor parallelism":
-        lambda: LinearRoPEAttention(16, 4, out_norm=True, trapezoid=True),
     "rotary: got a Bilinear, which cannot be split by heads":
         lambda: LinearRoPEAttention(16, 4, rotary=nn.Bilinear(1, 1, 1)),
     "hidden_dim=33: expected a multiple": lambda: LanguageModel(LanguageModelConfig(**SIZES, hidden_dim=33)),
