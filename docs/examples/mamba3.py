@@ -7,11 +7,7 @@
     y_t    = W_out ((S_t^T q_t + D x_t) * silu(z_t))                        with the norm: norm(S^T q + D x) * silu(z)
 
 k and q turn at token t by the sum of pi tanh(angle) dt over the tokens so far. The recurrence with its rotation is one
-call of ``trapezoidal_attention``; what follows it is one call of ``gated_norm``.
-
-LinearRoPEAttention(trapezoid=True) has the same recurrence. It cannot load these weights, because there the gates do
-not share one dt, angles do not multiply with it, A has no floor, and q and k get their biases before the heads of a
-group share them.
+call of ``linear_rope_attention`` on keys that are shifted by a token; what follows it is one call of ``gated_norm``.
 
     python docs/examples/mamba3.py
 
@@ -19,19 +15,83 @@ Source: Mamba-3 (arXiv 2603.15569), and github.com/state-spaces/mamba, mamba_ssm
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.layer.state import LayerState
-from linrope.layer.trapezoid import trapezoidal_attention
+from linrope import LinearAttentionState, linear_rope_attention
 from linrope.ops import gated_norm
+from linrope.recurrence.packing import at_last, previous
+from linrope.rotation.angles import cos_sin
+from linrope.rotation.rotary import rotate
 
 
 def heavy_tail(x: Tensor) -> Tensor:
     """1 + x for x >= 0, else 1 / (1 - x), which mamba_ssm's sources use for A since June 2026."""
     return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
+
+
+class State(NamedTuple):
+    """The sums, which lack the last token, and the key, the value and lambda dt of that token."""
+
+    sums: LinearAttentionState
+    key: Tensor
+    value: Tensor
+    weight: Tensor
+
+    def donate(self) -> "State":
+        return self._replace(sums=self.sums.donate())
+
+
+def trapezoidal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    share: Tensor,
+    write: Tensor,
+    log_decay: Tensor,
+    angle_steps: Tensor,
+    cu_seqlens: Tensor | None = None,
+    state: State | None = None,
+) -> tuple[Tensor, State]:
+    """The exponential-trapezoidal rule, in which a token's key and value enter the sums at the token and at the next.
+
+        S_t   = e^(a_t) (S_(t-1) + (1 - lambda_t) w_t K_(t-1) v_(t-1)^T) + lambda_t w_t K_t v_t^T
+        out_t = S_t^T R(Theta_t) q_t                                         K_t = R(Theta_t) k_t
+
+    It is computed by sums of keys that are shifted by a token, to which each token's own term is added:
+
+        T_t   = e^(a_t) (T_(t-1) + (lambda_(t-1) w_(t-1) + (1 - lambda_t) w_t) K_(t-1) v_(t-1)^T)
+        out_t = T_t^T R(Theta_t) q_t + lambda_t w_t <q_t, k_t> v_t
+
+    q, k (b, n, h, d), v (b, n, h, e), share (lambda), write (w) and log_decay (a) (b, n, h), angle_steps
+    (b, n, h, pairs). No output depends on a later token, bit for bit.
+    """
+    here = k, v, share * write
+    begins = [x.new_zeros(1, *x.shape[2:]) for x in here] if state is None else state[1:]
+    key, value, weight = (previous(x, first, cu_seqlens) for x, first in zip(here, begins, strict=True))
+    cos, sin = cos_sin(angle_steps.double(), torch.promote_types(key.dtype, torch.float32))
+    key = rotate(key, cos, -sin, "interleaved")  # by the angle between the two tokens
+    out, sums = linear_rope_attention(
+        q,
+        key,
+        value.to(key.dtype),
+        feature_map=None,
+        normalize=False,
+        log_decay=log_decay,
+        angle_steps=angle_steps,
+        write=log_decay.exp() * (weight + (1 - share) * write),
+        cu_seqlens=cu_seqlens,
+        state=None if state is None else state.sums,
+        return_state=True,
+    )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    own = ((q.to(wide) * k.to(wide)).sum(-1) * here[2])[..., None] * v
+    ends = (at_last(x, first, cu_seqlens) for x, first in zip(here, begins, strict=True))
+    return (out + own).to(v.dtype), State(sums, *ends)
 
 
 class Mamba3(nn.Module):
@@ -75,9 +135,9 @@ class Mamba3(nn.Module):
         u: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
-        state: LayerState | None = None,
+        state: State | None = None,
         return_state: bool = False,
-    ) -> Tensor | tuple[Tensor, LayerState]:
+    ) -> Tensor | tuple[Tensor, State]:
         """Training, a prompt, a piece of one, and a step of one token are this one call."""
         z, x, B, C, *gates = self.in_proj(u).split(self.sizes, -1)
         dt, A, trap, angle = (gate.to(torch.promote_types(u.dtype, torch.float32)) for gate in gates)
@@ -95,7 +155,6 @@ class Mamba3(nn.Module):
             angle_steps=math.pi * angle.tanh()[:, :, None] * dt[..., None],  # (b, n, heads, pairs)
             cu_seqlens=cu_seqlens,
             state=state,
-            return_state=True,
         )
         weight = None if self.norm is None else self.norm.weight.view(self.nheads, self.headdim)
         y = gated_norm(out, weight, eps=1e-5, gate=z, v=x, skip=self.D, skip_order="before")
@@ -120,9 +179,9 @@ def main(length: int = 500, steps: int = 20) -> None:
         pieces.append(y)
     difference = (torch.cat(pieces, 1) - whole).abs().max() / whole.abs().max()
     assert difference < 1e-5, difference
-    size = sum(x.numel() * x.element_size() for x in state.tensors().values())
+    size = sum(x.nbytes for x in (*state.sums.tensors().values(), *state[1:]))
     print(f"a prompt of {length} tokens and {steps} steps are the whole sequence, to {difference:.0e}")
-    print(f"the state has {size:,} bytes, after {state.position.item()} tokens as after one")
+    print(f"the state has {size:,} bytes, after {state.sums.position.item()} tokens as after one")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Errors in the words of the command line: --trapezoid in place of trapezoid=True."""
+"""Errors in the words of the command line: --qk-norm in place of qk_norm=True."""
 
 import re
 from collections.abc import Sequence

@@ -26,12 +26,10 @@ from linrope.layer.recording import first_tokens, record
 from linrope.layer.selective import EraseGate, ForgetGate, WriteGate
 from linrope.layer.state import LayerState, next_state
 from linrope.layer.step import one_token
-from linrope.layer.trapezoid import TrapezoidGate, attend_by_options
 from linrope.layer.typed_options import LayerOptions
 from linrope.operation.functional import linear_rope_attention
 from linrope.operation.options import Options
 from linrope.operation.shards import LayerShard, check_shard
-from linrope.recurrence.state import LinearAttentionState
 
 _THIRD = (
     f"got a third argument by place, expected options by name; in place of dropout use {PYTORCH['dropout']}"
@@ -44,7 +42,6 @@ _IN_THE_CALL = PYTORCH | {
 }
 
 _Three = tuple[Tensor, Tensor, Tensor]
-_Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class LinearRoPEAttention(Mixer):
@@ -141,7 +138,6 @@ class LinearRoPEAttention(Mixer):
         if self._out_norm_replaces_normalizer and config.out_norm is not None and config.out_norm.eps is None:
             assert self.out_norm is not None
             self.out_norm.eps = 1e-12
-        self.trapezoid = TrapezoidGate(x_dim, g, **factory) if config.trapezoid else None
         check_parts(self)
         self._reset_decay()
 
@@ -236,7 +232,7 @@ class LinearRoPEAttention(Mixer):
             numbers = "meta" if decay.is_meta else ", ".join(f"{x:.4g}" for x in decay.tolist())
             text += f", decay={'learned ' if self.decay_logit is not None else ''}[{numbers}]"
         parts = (
-            *("forget_gate", "write_gate", "erase_gate", "trapezoid", "short_conv"),
+            *("forget_gate", "write_gate", "erase_gate", "short_conv"),
             *("q_norm", "q_bias", "out_norm", "skip", "g_proj"),
         )
         names = {"q_norm": "qk_norm", "q_bias": "qk_bias", "g_proj": "gate"}
@@ -345,10 +341,10 @@ class LinearRoPEAttention(Mixer):
         # The state of the keys travels to the other ranks while this rank projects q.
         sent_shard = None if shard is None else shard.send_state(k, v, **options)
         q = self._queries(self.q_proj(x) if q is None else q)
-        attended = x, q, k, v
-        out, sums, last_token = self._attend(attended, state, return_state, options, sent_shard)
-        record(partial(self._state_after, attended, projected, state, options))
-        last = next_state(state, sums, conv=conv, last_token=last_token)
+        result = linear_rope_attention(q, k, v, return_state=return_state, shard=sent_shard, **options)
+        out, sums = (result, None) if isinstance(result, Tensor) else result
+        record(partial(self._state_after, (q, k, v), projected, state, options))
+        last = next_state(state, sums, conv)
         y = self._output(out, v, x)
         return y if last is None else (y, last)
 
@@ -361,8 +357,6 @@ class LinearRoPEAttention(Mixer):
             check_wide(x, self.k_proj)
         if shard is not None:
             check_shard(shard)
-            if self.trapezoid is not None:
-                raise ValueError("shard: got a shard with trapezoid=True, expected None")
         if context is not None:
             check_context(self, shard)
         if state is not None:
@@ -371,18 +365,8 @@ class LinearRoPEAttention(Mixer):
             self._check_conv(state.conv)
             state.check_inputs_writable(x.shape[1])
 
-    def _attend(
-        self, xqkv: _Four, state: LayerState | None, return_state: bool, options: Options, shard: Any = None
-    ) -> tuple[Tensor, LinearAttentionState | None, Tensor | None]:
-        """out, and the sums and the last token after the call."""
-        x, q, k, v = xqkv
-        if self.trapezoid is None:
-            result = linear_rope_attention(q, k, v, return_state=return_state, shard=shard, **options)
-            return (result, None, None) if isinstance(result, Tensor) else (*result, None)
-        return attend_by_options(q, k, v, self.trapezoid(x), state, return_state, options)
-
     def _state_after(
-        self, xqkv: _Four, projected: _Three | None, state: LayerState | None, options: Options, count: int
+        self, qkv: _Three, projected: _Three | None, state: LayerState | None, options: Options, count: int
     ) -> LayerState | None:
         """The state after the first tokens of a call, from what its projections gave. For ``record``."""
         first: Any = first_tokens(options, count)
@@ -392,6 +376,6 @@ class LinearRoPEAttention(Mixer):
             _, conv = self._convolve(
                 (q, k, v), first["key_mask"], None, None if state is None else state.conv
             )
-        x, q, k, v = (y[:, :count] for y in xqkv)
-        _, sums, last_token = self._attend((x, q, k, v), state, True, first)
-        return next_state(state, sums, conv=conv, last_token=last_token)
+        q, k, v = (y[:, :count] for y in qkv)
+        _, sums = linear_rope_attention(q, k, v, return_state=True, **first)
+        return next_state(state, sums, conv)

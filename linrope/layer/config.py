@@ -45,7 +45,7 @@ SIZES = (
     "head_dim",
     "value_head_dim",
 )
-FORWARD_IN_TIME = ("forget_gate", "erase_gate", "short_conv", "trapezoid")  # in causal self-attention only
+FORWARD_IN_TIME = ("forget_gate", "erase_gate", "short_conv")  # in causal self-attention only
 LARGEST = 2**31 - 1  # size
 
 
@@ -95,7 +95,7 @@ class LayerConfig:
             half-lives start as in decay="spread" (``linrope.layer.selective.ForgetGate``). With {"per": "feature"} each
             feature of a head has a gate of its own, or each pair that turns, as in Kimi Delta Attention: rank is that
             of the projection, and bound the largest decay (``linrope.layer.feature_gate.FeatureForgetGate``). Such a
-            layer has no tied write_gate, no trapezoid, and no rotation before the map. Causal self-attention only.
+            layer has no tied write_gate, and no rotation before the map. Causal self-attention only.
         write_gate: how much of a token's value enters the sums. The factor w per token and key/value head is with
             "tied" 1 - f with the forget gate f = e^a, so that what is forgotten makes room for what is written; with
             "independent" sigmoid(W_w x + b_w), which starts at the same values. Both require a forget_gate.
@@ -105,11 +105,7 @@ class LayerConfig:
             a state. With "tied" the gate writes too, w = b, and write_gate must be None: DeltaNet or, with a
             forget_gate, Gated DeltaNet. With "independent" w is that of the write_gate, or 1, and b starts near 0.
             Keys must not be much longer than 1: take feature_map="unit". It requires normalize=False. Causal
-            self-attention only, without trapezoid, xPos and maps that return a log_scale.
-        trapezoid: whether each token also writes the key and value before it, as in Mamba-3. S_t = f_t (S_(t-1) +
-            (1 - l_t) w_t k_(t-1) v_(t-1)^T) + l_t w_t k_t v_t^T with l = sigmoid(W_l x + b_l)
-            (``linrope.layer.trapezoid``). It requires normalize=False, or an out_norm that replaces the normalizer.
-            Causal self-attention only, without a shard.
+            self-attention only, without xPos and maps that return a log_scale.
         short_conv: the number of taps, usually 4, of a causal convolution on queries, keys and values before the map.
             Or the options of ``linrope.layer.short_convolution``: {"taps": 4, "activation": "silu", "bias": True,
             "start": "uniform"}. Models that have to recall earlier tokens need it. Causal self-attention only.
@@ -163,7 +159,6 @@ class LayerConfig:
     forget_gate: ForgetGateOptions | None = field(default=None, metadata={"flag": bool})
     write_gate: Literal["tied", "independent"] | None = field(default=None, metadata={"flag": WRITE_GATES})
     erase_gate: EraseGateOptions | None = field(default=None, metadata={"flag": ERASE_GATES})
-    trapezoid: bool = field(default=False, metadata={"flag": bool})
     short_conv: ShortConvOptions | None = field(default=None, metadata={"flag": int})
     qk_norm: bool = field(default=False, metadata={"flag": bool})
     qk_bias: bool = field(default=False, metadata={"flag": bool})
@@ -235,14 +230,10 @@ class LayerConfig:
             raise ValueError(
                 f"write_gate={self.write_gate!r}: expected None with erase_gate='tied', which writes too"
             )
-        if self.erase_gate is not None:
-            if self.trapezoid:
-                raise ValueError("trapezoid=True: got an erase_gate, expected only one of them")
-            if self.normalize:
-                raise ValueError(
-                    "erase_gate: got normalize=True, expected normalize=False, and keys of length 1: "
-                    "feature_map='unit'"
-                )
+        if self.erase_gate is not None and self.normalize:
+            raise ValueError(
+                "erase_gate: got normalize=True, expected normalize=False, and keys of length 1: feature_map='unit'"
+            )
         if self.context_dim not in (None, self.embed_dim) and (options := self.options_of_one_sequence):
             raise ValueError(
                 f"context_dim={self.context_dim}: got {options[0]}, for which key t and query t must be the same "
@@ -262,16 +253,12 @@ class LayerConfig:
             raise ValueError(
                 "rope_order='before': got selective steps, which rotate features; expected 'after'"
             )
-        if self.rope_order == "before" and self.trapezoid:
-            raise ValueError("trapezoid=True: got rope_order='before', expected 'after'")
 
     def _check_gates_per_feature(self) -> None:
         if self.write_gate == "tied":
             raise ValueError(
                 "write_gate='tied': got a forget_gate per feature, expected 'independent', None or a gate per head"
             )
-        if self.trapezoid:
-            raise ValueError("trapezoid=True: got a forget_gate per feature, expected one per head")
         if self.rope_order == "before" and self.rotary is not None:
             raise ValueError(
                 "rope_order='before': got a forget_gate per feature, expected 'after' or a gate per head"

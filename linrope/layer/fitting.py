@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from linrope.layer.options import map_in_words
-from linrope.layer.trapezoid import check_map_and_rotation
 from linrope.operation import checks
 
 
@@ -20,20 +19,6 @@ def check_parts(layer: Any) -> None:
     name = map_in_words(layer.config.feature_map)
     if layer.erase_gate is not None:
         checks.check_parts_with_erase(fmap, layer.rotary, name, "an erase_gate")
-    if layer.trapezoid is None:
-        return
-    check_map_and_rotation(fmap, layer.rotary, name)
-    if not layer.normalize or layer._out_norm_replaces_normalizer:
-        return
-    if layer.norm_over != "head":
-        raise ValueError(
-            "trapezoid=True: got no out_norm per head in place of the normalizer, which the trapezoidal rule lacks; "
-            "expected out_norm=True or normalize=False"
-        )
-    raise ValueError(
-        "trapezoid=True: got skip='before', with which the out_norm does not replace the normalizer, which the "
-        "trapezoidal rule lacks; expected skip='after' or normalize=False"
-    )
 
 
 def check_inputs(

@@ -14,7 +14,6 @@ from linrope.common.writable import check_sources, check_writable, write_rows
 from linrope.recurrence.state import LinearAttentionState
 
 _FORMAT, _VERSION = "linrope.LayerState", 1
-_INPUTS = ("conv", "last_token")  # the tensors that are not sums
 
 
 class LayerState:
@@ -26,8 +25,6 @@ class LayerState:
     Args:
         sums: the state of the layer's linear attention. Every packed sequence has a row of its own.
         conv: (b, taps - 1, channels): the last inputs of the short convolution. None without short_conv.
-        last_token: (b, g, f + e + 2) float64: with trapezoid=True the last token's key features, value, key weight
-            (lambda w) and position. The sums do not hold this token yet. None otherwise.
 
     Raises:
         TypeError, ValueError: a tensor of another type or shape.
@@ -38,31 +35,24 @@ class LayerState:
     (torch.Size([1, 2, 4, 4]), torch.Size([1, 3, 24]), tensor([5]))
     """
 
-    def __init__(
-        self, sums: LinearAttentionState, conv: Tensor | None = None, last_token: Tensor | None = None
-    ) -> None:
-        self.sums, self.conv, self.last_token = sums, conv, last_token
+    def __init__(self, sums: LinearAttentionState, conv: Tensor | None = None) -> None:
+        self.sums, self.conv = sums, conv
         if not isinstance(sums, LinearAttentionState):
             raise TypeError(f"state.sums: got {type(sums).__name__}, expected LinearAttentionState")
-        shape, device = sums.kv.shape, sums.kv.device
-        for name, x in self._inputs().items():
-            if not isinstance(x, Tensor):
-                raise TypeError(f"state.{name}: got {type(x).__name__}, expected Tensor")
-            if x.device != device:
-                raise ValueError(f"state.{name}: got a tensor on {x.device}, expected {device}")
-        if conv is not None and (conv.ndim != 3 or conv.shape[0] != shape[0]):
-            expected = f"({shape[0]}, taps - 1, channels)"
+        if conv is None:
+            return
+        if not isinstance(conv, Tensor):
+            raise TypeError(f"state.conv: got {type(conv).__name__}, expected Tensor")
+        if conv.device != sums.kv.device:
+            raise ValueError(f"state.conv: got a tensor on {conv.device}, expected {sums.kv.device}")
+        if conv.ndim != 3 or conv.shape[0] != sums.kv.shape[0]:
+            expected = f"({sums.kv.shape[0]}, taps - 1, channels)"
             raise ValueError(f"state.conv: got {tuple(conv.shape)}, expected {expected}")
-        if last_token is not None:
-            if last_token.dtype != torch.float64:
-                raise TypeError(f"state.last_token: got {last_token.dtype}, expected float64")
-            if last_token.shape != (size := (*shape[:2], shape[2] + shape[3] + 2)):
-                raise ValueError(f"state.last_token: got shape {tuple(last_token.shape)}, expected {size}")
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         """Restores a copy or a pickle, with the checks of a new state."""
-        if values.keys() != {"sums", *_INPUTS}:
-            raise ValueError(f"state: got {', '.join(map(str, values))}; expected sums, {', '.join(_INPUTS)}")
+        if values.keys() != {"sums", "conv"}:
+            raise ValueError(f"state: got {', '.join(map(str, values))}; expected sums, conv")
         self.__init__(**values)  # type: ignore[misc]
 
     def __repr__(self) -> str:
@@ -72,10 +62,8 @@ class LayerState:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Any], identity: str) -> "LayerState":
         """The state with these tensors, named as in ``tensors()``, and this identity of its sums."""
-        sums = {name: x for name, x in tensors.items() if name not in _INPUTS}
-        return cls(
-            LinearAttentionState(identity=identity, **sums), tensors.get("conv"), tensors.get("last_token")
-        )
+        sums = {name: x for name, x in tensors.items() if name != "conv"}
+        return cls(LinearAttentionState(identity=identity, **sums), tensors.get("conv"))
 
     @classmethod
     def cat(cls, states: Sequence["LayerState"]) -> "LayerState":
@@ -98,10 +86,10 @@ class LayerState:
         return cls(sums, **{name: torch.cat([inputs[name] for inputs in rows]) for name in rows[0]})
 
     def _inputs(self) -> dict[str, Tensor]:
-        return {name: x for name in _INPUTS if (x := getattr(self, name)) is not None}
+        return {} if self.conv is None else {"conv": self.conv}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors with a row for each sequence, by name: those of the sums, then conv and last_token."""
+        """The tensors with a row for each sequence, by name: those of the sums, then conv."""
         return self.sums.tensors() | self._inputs()
 
     @property
@@ -179,9 +167,9 @@ class LayerState:
         return self._with(self.sums.at(slots))
 
     def _with(self, sums: LinearAttentionState) -> "LayerState":
-        """A state with other sums of as many rows. Skips the checks, which conv and last_token have passed."""
+        """A state with other sums of as many rows. Skips the checks, which conv has passed."""
         state = LayerState.__new__(LayerState)
-        state.sums, state.conv, state.last_token = sums, self.conv, self.last_token
+        state.sums, state.conv = sums, self.conv
         return state
 
     def at_slots(self, x: Tensor) -> Tensor:
@@ -221,14 +209,14 @@ class LayerState:
                 got, expected = ", ".join(new.tensors()), ", ".join(self.tensors())
                 raise ValueError(f"state: got {got}; expected {expected}")
         else:
-            inputs = {name: x for name in _INPUTS if (x := new.get(name)) is not None}
-            sums = {name: x for name, x in new.items() if name not in _INPUTS}
+            inputs = {"conv": conv} if (conv := new.get("conv")) is not None else {}
+            sums = {name: x for name, x in new.items() if name != "conv"}
         check_sources(self.tensors(), inputs, self.sequences)
         self.sums.write(sums)
         write_rows(self._inputs(), inputs, self.slots)
 
     def check_inputs_writable(self, tokens: int) -> None:
-        """Raises ValueError if a call on this many tokens overwrites conv and last_token, but must not write to them.
+        """Raises ValueError if a call on this many tokens overwrites conv, but must not write to it.
 
         The call itself checks the memory of the sums, before it writes to any.
         """
@@ -256,26 +244,21 @@ class LayerState:
 
 
 def next_state(
-    state: LayerState | None,
-    sums: LinearAttentionState | None,
-    *,
-    conv: Tensor | None = None,
-    last_token: Tensor | None = None,
+    state: LayerState | None, sums: LinearAttentionState | None, conv: Tensor | None
 ) -> LayerState | None:
     """The state after a call. None: the call returns none.
 
-    conv and last_token are written into the memory of the incoming state if the operation wrote the sums there, or if
-    that state is rows of a pool.
+    conv is written into the memory of the incoming state if the operation wrote the sums there, or if that state is
+    rows of a pool.
 
     Args:
         state: the state before the call.
         sums: those that the operation returned.
     """
-    inputs = {"conv": conv, "last_token": last_token}
     if state is not None and (state.slots is not None or (sums is not None and sums.kv is state.sums.kv)):
-        write_rows(vars(state), inputs, state.slots)
+        write_rows({"conv": state.conv}, {"conv": conv}, state.slots)
         return None if sums is None else state._with(sums)
-    return None if sums is None else LayerState(sums, conv, last_token)
+    return None if sums is None else LayerState(sums, conv)
 
 
 def _told(kind: dict[str, Any]) -> str:
@@ -300,7 +283,7 @@ def _flatten_with_keys(state: LayerState) -> tuple[list[Any], str]:
 def _unflatten(children: Any, context: Any) -> LayerState:
     """Without the checks: tracing rebuilds the state with placeholders."""
     state = LayerState.__new__(LayerState)
-    state.conv = state.last_token = None
+    state.conv = None
     for name, x in zip(context.split(), children, strict=True):
         setattr(state, name, x)
     return state

@@ -59,7 +59,7 @@ def one_token(
     step, sums = step_of(layer), state.sums
     if step.why_not is not None or sums.identity != step.identity:
         return None
-    if has_global_hooks() or sums.angle is not None or state.last_token is not None:
+    if has_global_hooks() or sums.angle is not None:
         return None
     memory = [sums.kv, sums.z, sums.position, *([] if state.conv is None else [state.conv])]
     parameters = step.parameters()

@@ -28,7 +28,7 @@ class TensorStates(nn.Module):
         logits, [kv_0', z_0', position_0', kv_1', ..] = module(tokens, [kv_0, z_0, position_0, kv_1, ..])
 
     The tensors of block i are those of its LayerState: kv_i (b, g, f, e), z_i (b, g, f), position_i
-    (b,), and angle_i, log_scale_i, conv_i and last_token_i if the model has them. Sequences begin with ``empty``. A
+    (b,), and angle_i, log_scale_i and conv_i if the model has them. Sequences begin with ``empty``. A
     prompt, a piece of a prompt and a decoding step are all the same call. The weights are shared with the
     model.
 

@@ -59,9 +59,8 @@ def split_heads(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Raises:
         ValueError: the number of processes does not divide the key/value heads or the hidden units, a layer
-            is split already, the attention is softmax, a layer has trapezoid=True, several processes would share
-            a norm over "all" heads, another module than SelectiveSteps makes angle steps, or a theta per head belongs
-            to a subclass of Rotary.
+            is split already, the attention is softmax, several processes would share a norm over "all" heads, another
+            module than SelectiveSteps makes angle steps, or a theta per head belongs to a subclass of Rotary.
         TypeError: module is of another class.
 
     Source: Megatron-LM, arXiv 1909.08053, section 3.
@@ -167,8 +166,6 @@ def _check_heads(layer: LinearRoPEAttention, size: int) -> None:
         raise ValueError(
             "out_norm='all': expected 'head' for tensor parallelism, since no process has all heads"
         )
-    if layer.trapezoid is not None:
-        raise ValueError("trapezoid=True: expected False for tensor parallelism, which does not split it yet")
     steps = layer.angle_steps
     if steps is not None and not isinstance(steps, SelectiveSteps):
         raise ValueError(

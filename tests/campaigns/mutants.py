@@ -89,11 +89,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/distributed/test_operation.py",
     ),
     "linrope/recurrence/packing.py": ("tests/recurrence/test_packing.py", *OPERATION, CHECKS[1]),
-    "linrope/layer/state.py": (
-        "tests/layer/test_state.py",
-        "tests/layer/test_trapezoid_layer.py",
-        "tests/decode",
-    ),
+    "linrope/layer/state.py": ("tests/layer/test_state.py", "tests/decode"),
     **{
         f"linrope/decode/{name}.py": ("tests/decode", "tests/models/huggingface/test_prepared.py")
         for name in ("layer_step", "model_step", "products", "reasons")

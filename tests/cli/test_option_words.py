@@ -88,13 +88,6 @@ def test_no_refusal_of_a_pair_of_options_has_words_of_python(command: str, tmp_p
 
 
 REFUSED = {
-    "train --trapezoid --feature-map favor+": "--feature-map='favor+': its features have scales, which the "
-    "trapezoidal rule does not support; expected another map, such as 'elu+1'",
-    "train --trapezoid --no-out-norm": "--trapezoid: got no --out-norm per head in place of the normalizer, which "
-    "the trapezoidal rule lacks; expected --out-norm",
-    "train --trapezoid --skip before": "--trapezoid: got --skip='before', with which the --out-norm does not "
-    "replace the normalizer, which the trapezoidal rule lacks; expected --skip='after'",
-    "train --trapezoid --erase-gate tied": "--trapezoid: got --erase-gate, expected only one of them",
     "train --qk-bias": "--qk-bias: expected --qk-norm with it",
     "train --write-gate tied --decay spread": "--write-gate='tied': expected --forget-gate with it, or none",
     "train --write-gate tied --erase-gate tied": "--write-gate='tied': expected none with --erase-gate='tied', "
@@ -103,7 +96,6 @@ REFUSED = {
     "rotation; expected interleaved, half or none, or --attention=linear",
     "train --erase-gate none --feature-map silu": "--feature-map=silu: its features have both signs, "
     f"expected one of {', '.join(x for x in feature_maps.NAMES if x not in SIGNED)}",
-    "convert --trapezoid": "--trapezoid: got --rope-order='before', expected 'after'",
     "convert --erase-gate tied --feature-map relu": "--feature-map='relu': with --erase-gate keys must have length "
     "1, or the state grows without bound; expected 'unit', which may have an activation",
     "convert --erase-gate tied --feature-map favor+": "--feature-map='favor+': its features have scales, which "
@@ -133,7 +125,7 @@ def test_texts_and_paths_that_have_names_of_options_stay_as_they_are() -> None:
     )
     words = "runs/forget_gate/config.json: got 'None', expected --qk-norm, not the --write-gate"
     assert in_option_words(message, parameters) == words
-    assert in_option_words("gate=False: got trapezoid=None", parameters) == "--no-gate: got --no-trapezoid"
+    assert in_option_words("gate=False: got qk_norm=None", parameters) == "--no-gate: got --no-qk-norm"
     assert (
         in_option_words("steps=None: expected short_conv=None", parameters)
         == "--steps=None: expected --short-conv=0"

@@ -13,7 +13,6 @@ LAYERS: dict[str, dict[str, Any]] = {
         "rotary": "selective", "forget_gate": True, "write_gate": "independent", "short_conv": 4,
         "qk_norm": True, "out_norm": True, "skip": "after", "gate": True,
     },
-    "trapezoid": {"forget_gate": True, "trapezoid": True, "out_norm": True},
     "favor+": {"feature_map": "favor+"},
     "hedgehog": {"feature_map": "hedgehog"},
 }  # fmt: skip

@@ -52,7 +52,7 @@ def test_a_long_prompt_is_read_in_pieces(model: LanguageModel) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"erase_gate": "independent"}, {"trapezoid": True, "qk_norm": True}, {"attention": "softmax"}],
+    [{}, {"erase_gate": "independent"}, {"qk_norm": True}, {"attention": "softmax"}],
     ids=str,
 )
 def test_generation_goes_on_from_its_states_and_leaves_those_given(

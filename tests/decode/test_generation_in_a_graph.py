@@ -15,7 +15,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "delta rule": {"erase_gate": "tied", "forget_gate": {"per": "feature"}},
     "learned map": {"feature_map": "hedgehog", "decay": "spread"},
     "log scales": {"feature_map": "exp", "decay": "learned"},
-    "trapezoid": {"trapezoid": True, "qk_norm": True},
 }
 
 

@@ -272,7 +272,6 @@ def test_a_position_without_an_exact_angle_is_refused_and_nothing_is_written() -
         ({"rotary": "selective"}, "a rotation with steps"),
         ({"rotary": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "max_position_embeddings": 64}}, "factor"),
         ({"qk_norm": True}, "qk_norm=True"),
-        ({"trapezoid": True}, "trapezoid=True"),
         ({"rope_order": "before", "rotary": "half"}, "rope_order='before'"),
         ({"feature_map": "exp"}, "feature_map="),
         ({"feature_map": "hedgehog"}, "feature_map="),

@@ -120,8 +120,6 @@ class OtherRotary(Rotary):
 SIZES: dict[str, Any] = {"embed_dim": 16, "num_layers": 1, "num_heads": 4}
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     r"num_kv_heads=1: expected a multiple of the \d processes": lambda: LinearRoPEAttention(16, 4, num_kv_heads=1),
-    "trapezoid=True: expected False for tensor parallelism":
-        lambda: LinearRoPEAttention(16, 4, out_norm=True, trapezoid=True),
     "rotary: got a Bilinear, which cannot be split by heads":
         lambda: LinearRoPEAttention(16, 4, rotary=nn.Bilinear(1, 1, 1)),
     "rotary: got a OtherRotary with a theta per head, which cannot be split":

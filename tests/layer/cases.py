@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from linrope import LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
 from linrope.layer.state import LayerState
 from tests.support.oracle import NATIVE
-from tests.support.trapezoid_loop import trapezoidal_loop
 
 # Options of layers in float32, which "auto" computes with the native kernels if they are built
 PLAIN = {
@@ -71,16 +70,6 @@ GATED = {
         "forget_gate": True, "skip": "before", "out_norm": "head", "gate": "before",
     },
     "skip alone": {"skip": "after", "num_kv_heads": 2},
-    "trapezoid": {
-        "trapezoid": True, "forget_gate": True, "write_gate": "independent", "decay": "learned", "rotary": "selective",
-        "num_kv_heads": 2, "out_norm": True, "normalize": False, "short_conv": 2, "gate": True,
-    },
-    "mamba-3": {
-        "num_heads": 1, "num_value_heads": 4, "head_dim": 8, "value_head_dim": 6, "feature_map": "identity",
-        "normalize": False, "qk_norm": True, "qk_bias": True, "forget_gate": True, "write_gate": "tied",
-        "trapezoid": True, "rotary": {"name": "selective", "bound": "add", "rotary_dim": 4}, "skip": "before",
-        "gate": "before",
-    },
     "delta rule": {"erase_gate": "tied", "feature_map": "unit", "normalize": False, "num_kv_heads": 2, "qk_norm": True},
     "gated delta rule": {
         "num_heads": 2, "num_value_heads": 4, "head_dim": 6, "value_head_dim": 8, "forget_gate": True,
@@ -132,7 +121,7 @@ def assert_same_state(a: LayerState, b: LayerState, rows: slice = slice(None)) -
     xs, ys, dtype = a.tensors(), b.tensors(), a.sums.kv.dtype
     assert xs.keys() - {"angle_gradient_path"} == ys.keys() - {"angle_gradient_path"}
     assert torch.equal(a.position, b.position[rows])
-    for name in xs.keys() & {"kv", "z", "log_scale", "conv", "last_token"}:
+    for name in xs.keys() & {"kv", "z", "log_scale", "conv"}:
         assert_close(xs[name].to(dtype), ys[name][rows].to(dtype))  # z is wide, also of float32 features
     if "angle" in xs:
         assert int((xs["angle"] - ys["angle"][rows]).abs().max()) < 2**20  # of 2^64 in a turn
@@ -143,7 +132,7 @@ def mean_square_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
 
 
 def by_hand(layer: LinearRoPEAttention, options: dict, x: Tensor, context: Tensor, **how) -> Tensor:
-    """The layer's parts around the operation, or around the loop of the trapezoidal rule."""
+    """The layer's parts around the operation."""
     h, keys, g = layer.num_heads, layer.num_kv_heads, layer.num_state_heads
     q, k, v = layer.q_proj(x), layer.k_proj(context), layer.v_proj(context)
     if (conv := layer.short_conv) is not None:
@@ -178,22 +167,14 @@ def by_hand(layer: LinearRoPEAttention, options: dict, x: Tensor, context: Tenso
         erase = largest * (x @ layer.erase_gate.weight.T + layer.erase_gate.bias).sigmoid()
         write = erase if "tied" in str(options["erase_gate"]) else write
     steps = None if layer.angle_steps is None else layer.angle_steps(x)
-    if "trapezoid" in options:
-        share = (x @ layer.trapezoid.weight.T + layer.trapezoid.bias).sigmoid()
-        angles = steps.cumsum(1) + torch.arange(x.shape[1])[:, None, None] * layer.rotary.theta
-        phi, psi = layer.feature_map.queries(q), layer.feature_map.keys(k)
-        whole = log_decay if layer.decay is None else log_decay + layer.decay.log()
-        per_row = zip(phi, psi, v, share, write, whole, angles, strict=True)
-        out = torch.stack([trapezoidal_loop(*row) for row in per_row])
-    else:
-        # The norm of a head cancels the normalizer, which the layer therefore leaves out
-        cancelled = options.get("out_norm") in (True, "head") and options.get("skip") != "before"
-        out = linear_rope_attention(
-            q, k, v if write is None else v * write[..., None], feature_map=layer.feature_map, rotary=layer.rotary,
-            causal=layer.causal, rope_order=layer.rope_order, decay=layer.decay, log_decay=log_decay, angle_steps=steps,
-            erase=erase,
-            normalize=layer.normalize and not (cancelled and not layer.feature_map.log_scaled), **how,
-        )  # fmt: skip
+    # The norm of a head cancels the normalizer, which the layer therefore leaves out
+    cancelled = options.get("out_norm") in (True, "head") and options.get("skip") != "before"
+    out = linear_rope_attention(
+        q, k, v if write is None else v * write[..., None], feature_map=layer.feature_map, rotary=layer.rotary,
+        causal=layer.causal, rope_order=layer.rope_order, decay=layer.decay, log_decay=log_decay, angle_steps=steps,
+        erase=erase,
+        normalize=layer.normalize and not (cancelled and not layer.feature_map.log_scaled), **how,
+    )  # fmt: skip
     gate = 1 if layer.g_proj is None else F.silu(layer.g_proj(x)).view(out.shape)
     skipped = 0 if layer.skip is None else layer.skip[:, None] * v.repeat_interleave(h // g, 2)
     if options.get("skip") == "before":

@@ -83,7 +83,7 @@ def test_a_pool_receives_what_an_offloaded_layer_writes() -> None:
 
 MODELS = {
     "block": {},
-    "trapezoid": {"trapezoid": True, "num_value_heads": 4, "qk_norm": True, "qk_bias": True},
+    "multi-value": {"num_value_heads": 4, "qk_norm": True, "qk_bias": True},
     "hedgehog": {"feature_map": "hedgehog", "rotary": "selective"},
     "favor+": {"feature_map": "favor+", "decay": "learned", "forget_gate": True, "write_gate": "independent"},
     "softmax": {"attention": "softmax"},

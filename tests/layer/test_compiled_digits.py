@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from linrope import Rotary, feature_maps
 from linrope.layer.selective import ForgetGate, SelectiveSteps, WriteGate
-from linrope.layer.trapezoid import TrapezoidGate
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs calls g++"),
@@ -30,12 +29,11 @@ class Gates(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.forget, self.write = ForgetGate(8, 5, 1e6), WriteGate(8, 5, 1e6)
-        self.share = TrapezoidGate(8, 5)
         self.steps = SelectiveSteps(8, Rotary(6), 5)
         nn.init.normal_(self.steps.up, std=1e-6)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        gates = [*self.forget(x, writes=True), self.write(x), self.share(x), self.steps(x)]
+        gates = [*self.forget(x, writes=True), self.write(x), self.steps(x)]
         small = F.softplus(20 * x - 12)  # as in a Mamba-2 layer's step sizes
         return [*gates, small]
 

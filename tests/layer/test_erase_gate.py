@@ -88,7 +88,6 @@ NORMALIZER = "^erase_gate: got normalize=True, expected normalize=False, and key
         *(({"feature_map": name}, "^feature_map=.*: with an erase_gate keys must have length 1, .*expected 'unit'")
           for name in ("elu+1", "silu", "identity", "t2r")),
         ({"rotary": {"xpos": 512}}, r"^rotary: got xpos=512.*erase_gate, expected xpos=None"),
-        ({"trapezoid": True}, "^trapezoid=True: got an erase_gate"),
         ({"forget_gate": True, "write_gate": "tied"}, "^write_gate='tied': expected None with erase_gate='tied'"),
         ({"erase_gate": "tie"}, "^erase_gate='tie': expected one of tied, independent, a dict, or None; did you mean"),
         ({"erase_gate": True}, "^erase_gate=True: expected one of tied, independent"),

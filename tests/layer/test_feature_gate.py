@@ -74,7 +74,6 @@ def test_a_bound_keeps_every_gate_open() -> None:
     ("options", "message"),
     [
         ({"write_gate": "tied"}, "^write_gate='tied': got a forget_gate per feature, expected 'independent', None or"),
-        ({"trapezoid": True, "out_norm": True}, "^trapezoid=True: got a forget_gate per feature"),
         ({"rope_order": "before"}, "^rope_order='before': got a forget_gate per feature, expected 'after'"),
         ({"causal": False}, "^forget_gate: got causal=False, expected causal=True"),
         ({"rotary": nn.Bilinear(1, 1, 1)}, "^rotary: got a Bilinear without an attribute rotary, .*pairs is not known"),

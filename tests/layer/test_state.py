@@ -14,8 +14,6 @@ G, D, E, ROWS = 2, 4, 6, 3
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "convolution": {"short_conv": 3},
-    "trapezoid": {"trapezoid": True, "out_norm": True},
-    "both": {"short_conv": 3, "trapezoid": True, "out_norm": True},
 }
 every_layer = pytest.mark.parametrize("name", OPTIONS)
 
@@ -25,7 +23,7 @@ def make(name: str) -> LinearRoPEAttention:
     return LinearRoPEAttention(8, G, value_head_dim=E, **OPTIONS[name])
 
 
-def some_state(name: str = "both", n: int = 5, rows: int = ROWS) -> LayerState:
+def some_state(name: str = "convolution", n: int = 5, rows: int = ROWS) -> LayerState:
     x = torch.randn(rows, n, 8, generator=torch.Generator().manual_seed(n))
     return make(name)(x, return_state=True)[1].detach()
 
@@ -39,10 +37,7 @@ def assert_equal(a: LayerState, b: LayerState) -> None:
 def test_a_layer_returns_one_type_with_the_tensors_of_its_options(name: str) -> None:
     state, options = some_state(name), OPTIONS[name]
     assert type(state) is LayerState
-    assert (state.conv is not None, state.last_token is not None) == (
-        "short_conv" in options,
-        "trapezoid" in options,
-    )
+    assert (state.conv is not None) == ("short_conv" in options)
     assert list(state.tensors())[:3] == ["kv", "z", "position"]
     assert state.position.tolist() == [5] * ROWS
     assert (state.sequences, state.slots, state.donated) == (ROWS, None, False)
@@ -76,14 +71,14 @@ def test_copies_have_all_tensors(name: str, tmp_path) -> None:
 def test_the_pytree_has_names_and_can_be_written_down() -> None:
     leaves, spec = pytree.tree_flatten_with_path(some_state())
     assert ".sums.kv" in {pytree.keystr(path) for path, _ in leaves}
-    assert {".conv", ".last_token"} <= {pytree.keystr(path) for path, _ in leaves}
+    assert ".conv" in {pytree.keystr(path) for path, _ in leaves}
     assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
 
 
 def test_repr_names_the_tensors() -> None:
     text = repr(some_state())
     assert text.startswith("LayerState(LinearAttentionState(kv (3, 2, 4, 6) float32, ")
-    assert text.endswith(", conv (3, 2, 28), last_token (3, 2, 12))")
+    assert text.endswith(", conv (3, 2, 28))")
 
 
 @every_layer
@@ -121,24 +116,22 @@ def test_a_step_in_a_states_memory_keeps_every_address(name: str, way: str) -> N
 
 @torch.no_grad()
 def test_a_pool_is_written_also_without_return_state() -> None:
-    layer, pool, x = make("both"), some_state(), torch.randn(1, 1, 8)
+    layer, pool, x = make("convolution"), some_state(), torch.randn(1, 1, 8)
     slots = torch.tensor([1])
     _, expected = layer(x, state=pool.reorder(slots), return_state=True)
     layer(x, state=pool.at(slots))
     torch.testing.assert_close(pool.reorder(slots).tensors(), expected.tensors())
 
 
-@pytest.mark.parametrize("name", ["conv", "last_token"])
 @torch.no_grad()
-def test_memory_that_cannot_be_written_is_named_and_nothing_changes(name: str) -> None:
-    layer, good, x = make("both"), some_state(), torch.randn(ROWS, 1, 8)
-    shared = good.tensors()[name][:1].expand_as(good.tensors()[name])
-    bad = LayerState.from_tensors(good.tensors() | {name: shared}, good.identity)
+def test_memory_that_cannot_be_written_is_named_and_nothing_changes() -> None:
+    layer, good, x = make("convolution"), some_state(), torch.randn(ROWS, 1, 8)
+    bad = LayerState(good.sums, good.conv[:1].expand_as(good.conv))
     before = bad.clone()
     for held in (bad.donate(), bad.at(torch.arange(ROWS))):
-        with pytest.raises(ValueError, match=rf"^state\.{name}: got entries that share memory"):
+        with pytest.raises(ValueError, match=r"^state\.conv: got entries that share memory"):
             layer(x, state=held, return_state=True)
-    with pytest.raises(ValueError, match=rf"^state\.{name}: got entries that share memory"):
+    with pytest.raises(ValueError, match=r"^state\.conv: got entries that share memory"):
         bad.write(some_state(n=7))
     assert_equal(bad, before)
 
@@ -151,19 +144,16 @@ def test_write_checks_everything_first() -> None:
         pool.at(row).write({"kv": new.sums.kv[:1], "conv": new.conv})
     with pytest.raises(ValueError, match=r"^state\.kv: got shape"):
         pool.at(row).write({"kv": new.sums.kv, "conv": new.conv[:1]})
-    with pytest.raises(
-        ValueError, match=r"^state: got kv, z, position, last_token; expected kv, z, position, conv"
-    ):
-        pool.write(LayerState(new.sums, last_token=new.last_token))
+    with pytest.raises(ValueError, match=r"^state: got kv, z, position; expected kv, z, position, conv"):
+        pool.write(LayerState(new.sums))
     with pytest.raises(ValueError, match=r"^state: got conv; expected some of kv, z, position$"):
         some_state("plain").write({"conv": new.conv})
     with pytest.raises(ValueError, match=r"^state: made with "):
-        pool.write(LayerState(some_state("convolution").sums, new.conv, new.last_token))
+        pool.write(LayerState.from_tensors(new.tensors(), "another"))
     assert_equal(pool, before)
 
 
 SUMS = linear_rope_state(torch.zeros(ROWS, 1, G, D), torch.zeros(ROWS, 1, G, E))
-SIZE = D + E + 2
 
 
 @pytest.mark.parametrize(
@@ -172,10 +162,8 @@ SIZE = D + E + 2
      ("conv", torch.zeros(ROWS + 1, 3, 8), ValueError, r"^state.conv: got \(4, 3, 8\)"),
      ("conv", [1.0], TypeError, "^state.conv: got list, expected Tensor"),
      ("conv", torch.zeros(ROWS, 3, 8, device="meta"), ValueError, "^state.conv: got a tensor on meta, expected cpu"),
-     ("last_token", torch.zeros(ROWS, G, SIZE - 1).double(), ValueError, r"^state.last_token: got .*\(3, 2, 12\)"),
-     ("last_token", torch.zeros(ROWS, G, SIZE), TypeError, "^state.last_token: got torch.float32"),
      ("sums", torch.zeros(3), TypeError, "^state.sums: got Tensor, expected LinearAttentionState"),
-     ("more", 1, ValueError, "^state: got sums, conv, last_token, more; expected sums, conv, last_token$")],
+     ("more", 1, ValueError, "^state: got sums, conv, more; expected sums, conv$")],
 )  # fmt: skip
 def test_states_and_pickles_of_other_types_and_shapes_are_refused(
     name: str, x: Any, error, message: str
@@ -189,10 +177,8 @@ def test_states_and_pickles_of_other_types_and_shapes_are_refused(
 
 
 def test_states_of_other_kinds_are_not_joined() -> None:
-    a, b = some_state(), some_state("trapezoid")
-    with pytest.raises(
-        ValueError, match=r"^states: got last_token .* and conv \(b, 2, 28\) torch.float32, last_token"
-    ):
+    a, b = some_state(), some_state("plain")
+    with pytest.raises(ValueError, match=r"^states: got neither and conv \(b, 2, 28\) torch.float32"):
         LayerState.cat([a, b])
     with pytest.raises(ValueError, match=r"^states: got none"):
         LayerState.cat([])

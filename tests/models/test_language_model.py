@@ -146,7 +146,6 @@ def test_what_is_not_random_in_a_new_layer_starts_alike_in_a_model(options, part
         ({"init": "xavier"}, "init='xavier': expected one of fan-in, gpt-2"),
         ({"rotary": {"name": "selected"}}, "rotary='selected': expected one of selective"),
         *((SOFTMAX | options, message) for options, message in [
-            ({"trapezoid": True}, "trapezoid=True: expected False with attention='softmax'"),
             ({"decay": "retnet"}, "decay={'name': 'retnet'}: expected None"),
             ({"forget_gate": True}, "forget_gate={'longest': 4096.0, 'per': 'head'}: expected None"),
             ({"write_gate": "tied"}, "write_gate='tied': expected a forget_gate with it, or None"),
@@ -187,7 +186,7 @@ def test_state_memory_does_not_grow(model: LanguageModel) -> None:
          "rotary": {"name": "selective", "bound": "add"}},
         {"feature_map": {"name": "paired", "inner": "relu"}},
         {"rotary": None, "gate": False, "out_norm": False},
-        {"num_value_heads": 4, "qk_norm": True, "qk_bias": True, "trapezoid": True},
+        {"num_value_heads": 4, "qk_norm": True, "qk_bias": True},
         {"feature_map": "silu", "normalize": False},
         {"erase_gate": {"name": "tied", "largest": 2}, "feature_map": {"name": "unit", "query_factor": 0.25}},
         {"forget_gate": {"per": "feature", "bound": 5, "rank": 3}, "erase_gate": "independent"},
