@@ -96,7 +96,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     **{
         f"linrope/decode/{name}.py": ("tests/decode", "tests/models/huggingface/test_prepared.py")
-        for name in ("layer_step", "model_step", "products", "reasons")
+        for name in ("layer_step", "model_step", "preparation")
     },
     **{f"linrope/ops/{name}.py": ("tests/ops",) for name in ("arguments", "convolution", "norm")},
     "linrope/operation/features.py": (*OPERATION, "tests/feature_maps/test_cosformer.py"),
