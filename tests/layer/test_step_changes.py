@@ -101,15 +101,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Layer], object], bool]] = {
     "a hook on the map": (BLOCK, lambda x: x.feature_map.register_forward_hook(lambda *_: None), False),
     "the map's keys are others": (BLOCK, lambda x: setattr(x.feature_map, "keys", torch.relu), False),
     "a hook of the layer itself": (BLOCK, lambda x: x.register_forward_hook(lambda *_: None), True),
-    "the normalizer": ({"out_norm": False}, lambda x: setattr(x, "normalize", False), True),
     "the backend": (BLOCK, lambda x: setattr(x, "backend", "eager"), False),
-    "eps": (BLOCK, lambda x: setattr(x.out_norm, "eps", 0.3), True),
-    "the gate's order": (BLOCK, lambda x: setattr(x.out_norm, "gate_order", "before"), True),
-    "the skip's order": (BLOCK, lambda x: setattr(x.out_norm, "skip_order", "before"), True),
-    "the activation": (BLOCK, lambda x: setattr(x.short_conv, "activation", None), True),
-    "the bound": (PER_FEATURE, lambda x: setattr(x.forget_gate, "bound", 2.0), True),
-    "the erase gate's largest number": (ERASE, lambda x: setattr(x.erase_gate, "largest", 2), True),
-    "the queries' factor": (ERASE, lambda x: setattr(x.feature_map, "query_factor", 0.5), True),
 }  # fmt: skip
 
 

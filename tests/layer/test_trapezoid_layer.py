@@ -6,10 +6,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linrope import LinearRoPEAttention
-from linrope.decode import why_not
 from linrope.distributed import Shard
 from tests.layer import cases
-from tests.layer.cases import needs_native, numbers
+from tests.layer.cases import numbers
 
 
 def make(dtype: torch.dtype = torch.float64, **options) -> LinearRoPEAttention:
@@ -103,11 +102,3 @@ def test_calls_that_the_rule_does_not_support_are_refused_by_name() -> None:
         layer(x, shard=Shard(lengths=[5]))
     with pytest.raises(TypeError, match=r"^trapezoid=True: got float16"):
         make(torch.float16)(x.half())
-
-
-@needs_native
-@torch.no_grad()
-def test_the_decoding_step_in_one_operator_leaves_such_layers_alone() -> None:
-    layer = make(torch.float32)
-    _, state = layer(numbers(1, 5, 16).float(), return_state=True)
-    assert why_not(layer, state.donate()) == "trapezoid=True"
