@@ -47,7 +47,6 @@ class LinearOptions(TypedDict, total=False):
     write_gate: Literal["tied", "independent"] | None
     erase_gate: str | Options | EraseGateOptions | None
     trapezoid: bool
-    qk_bias: bool
     rope_order: Literal["after", "before"]
 
 

@@ -95,8 +95,8 @@ def test_with_all_layers_kept_nothing_changes(kind: str, added: dict[str, Any]) 
         ({}, ""),
         ({"gate": True, "out_norm": True}, "g_proj out_norm"),
         ({"erase_gate": "tied", "forget_gate": True}, "forget_gate erase_gate"),
-        ({"qk_norm": True, "qk_bias": True, "trapezoid": True, "out_norm": True, "rope_order": "after"},
-         "q_norm k_norm q_bias k_bias trapezoid out_norm"),
+        ({"qk_norm": True, "trapezoid": True, "out_norm": True, "rope_order": "after"},
+         "q_norm k_norm trapezoid out_norm"),
     ],
     ids=str,
 )  # fmt: skip

@@ -17,7 +17,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "forget_gate": {"longest": 64}, "selective_rope": True, "short_conv": 4, "qk_norm": True, "decay": "learned",
     },
     "trapezoid": {
-        "num_key_value_heads": 4, "num_value_heads": 8, "qk_norm": True, "qk_bias": True, "trapezoid": True,
+        "num_key_value_heads": 4, "num_value_heads": 8, "qk_norm": True, "trapezoid": True,
     },
     "delta rule": {"erase_gate": {"name": "tied", "largest": 2}},
     "kimi delta attention": {"erase_gate": "tied", "forget_gate": {"per": "feature", "bound": 5}},
