@@ -184,7 +184,7 @@ def test_a_state_and_a_layer_refuse_what_does_not_fit(call, message: str) -> Non
         (lambda: layer(8, True), r"num_heads=True: expected an integer"),
         (lambda: layer(num_value_heads=2.0), r"num_value_heads=2.0: expected an integer"),
         *((lambda name=name: layer(**{name: "no"}), rf"{name}='no': expected True or False")
-          for name in ("causal", "normalize", "qk_norm", "qk_bias", "bias")),
+          for name in ("causal", "normalize", "qk_norm", "bias")),
         *((lambda name=name: attend(**{name: "no"}), rf"{name}='no': expected True or False")
           for name in ("causal", "normalize", "return_state")),
         (lambda: attend(eps="1e-6"), r"eps='1e-6': expected a number"),

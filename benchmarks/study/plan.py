@@ -22,7 +22,7 @@ _PARTS = [name for name in VARIANTS if name.startswith("gate-rope+")]
 _OF_SPREAD = [
     name for name in VARIANTS if name.startswith("spread-")
 ]  # with other maps, and without rotation
-_CHANGES = ["block-identity", "block-bias", "block-no-conv", "block-no-skip"]
+_CHANGES = ["block-identity", "block-no-conv", "block-no-skip"]
 _DELTA = ["block-erase", "block-erase-elu", "block-erase-elu-half", "block-erase-2-elu"]
 _KIMI = ["block-kimi", "block-kimi-large"]
 _HYBRIDS = ["block-hybrid", "block-hybrid-first"]

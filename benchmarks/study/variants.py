@@ -46,8 +46,8 @@ _BLOCK: Options = _GATE | {"parts": _LADDER}
 # The norm over all heads behind skip and gate, as in Mamba-2, which suits softmax attention better than one per head.
 _GATED_NORM: Options = {"skip": "before", "gate": "before", "out_norm": "all"}
 _SOFTMAX_BLOCK: Options = _SOFTMAX | _GATED_NORM | {"parts": ["init", "conv", "skip", "wide"]}
-# What Mamba-3 adds: a bias on normed queries and keys, and the trapezoidal rule. The layer has lost the rule, so that
-# models with it can no longer be built: only their results are kept.
+# What Mamba-3 adds: a bias on normed queries and keys, and the trapezoidal rule. The layer has neither any more: models
+# with them stand here for the results that were kept, and no plan has them.
 _BIAS: Options = {"qk_norm": True, "qk_bias": True}
 _TRAPEZOID: Options = {"trapezoid": True}
 # As in the block of the models: the first quarter of the features is rotated.

@@ -41,7 +41,7 @@ def check_writable(tensors: Mapping[str, Tensor]) -> None:
 
 def is_read_only(*tensors: Tensor) -> bool:
     """True if one of them was made in inference mode and this call runs outside of that mode."""
-    return any(x.is_inference() for x in tensors) and not torch.is_inference_mode_enabled()
+    return any(map(Tensor.is_inference, tensors)) and not torch.is_inference_mode_enabled()
 
 
 def _overlaps(x: Tensor) -> bool:

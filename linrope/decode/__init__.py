@@ -3,8 +3,7 @@
 from linrope.decode.attention_step import prepare_attention
 from linrope.decode.engine import Engine
 from linrope.decode.generation import generate
-from linrope.decode.reasons import why_not
+from linrope.decode.preparation import prepare, why_not
 from linrope.decode.request import Generation
-from linrope.decode.step import prepare
 
 __all__ = ["Engine", "Generation", "generate", "prepare", "prepare_attention", "why_not"]

@@ -11,8 +11,7 @@ from linrope.common.argument_checks import check_bools, check_sizes
 from linrope.common.tracing import values_readable
 from linrope.cuda_graphs import GraphedStep, check_on_cuda
 from linrope.decode.parts import DecodableModel
-from linrope.decode.reasons import why_not
-from linrope.decode.step import prepare
+from linrope.decode.preparation import prepare, why_not
 from linrope.layer.state import LayerState
 
 LOWEST_TEMPERATURE = 1e-30  # logits divided by less leave the range of float32

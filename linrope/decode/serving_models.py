@@ -10,10 +10,9 @@ from torch.nn import functional as F
 
 from linrope.decode.batched import batched
 from linrope.decode.parts import DecodableModel
-from linrope.decode.reasons import why_not
+from linrope.decode.preparation import prepare, why_not
 from linrope.decode.separate import integers
 from linrope.decode.state_rows import StateRows
-from linrope.decode.step import prepare
 from linrope.decode.with_cache import WithCache
 from linrope.layer.state import LayerState
 

@@ -133,6 +133,10 @@ class LinearRoPEAttention(Mixer):
         if config.erase_gate is not None:
             tied, largest = config.tied_erase_gate, config.erase_gate.largest
             self.erase_gate = EraseGate(x_dim, g, largest, tied=tied, **factory)
+        # A norm per head cancels a factor per token and head, unless something else was added before it.
+        self._out_norm_replaces_normalizer = (
+            self.normalize and self.norm_over == "head" and config.skip != "before" and not new_map.log_scaled
+        )
         # The normalizer keeps outputs near the size of the values, so that an eps of 1e-6 is small beside their square.
         # Without it outputs may be tiny.
         if self._out_norm_replaces_normalizer and config.out_norm is not None and config.out_norm.eps is None:
@@ -182,18 +186,6 @@ class LinearRoPEAttention(Mixer):
         tensors = (*self.parameters(), *self.buffers())
         return self._decay_on(tensors[0].device if tensors else torch.device("cpu"))
 
-    @property
-    def _out_norm_replaces_normalizer(self) -> bool:
-        """True if the output norm cancels the normalizer: one per head does, unless the skip is added before it."""
-        norm = self.out_norm
-        return (
-            self.normalize
-            and norm is not None
-            and norm.over == "head"
-            and (self.skip is None or norm.skip_order == "after")
-            and not self.feature_map.log_scaled
-        )
-
     def _decay_on(self, device: torch.device) -> Tensor | None:
         if self.decay_logit is not None:
             return self.decay_logit.double().sigmoid()
@@ -233,9 +225,9 @@ class LinearRoPEAttention(Mixer):
             text += f", decay={'learned ' if self.decay_logit is not None else ''}[{numbers}]"
         parts = (
             *("forget_gate", "write_gate", "erase_gate", "short_conv"),
-            *("q_norm", "q_bias", "out_norm", "skip", "g_proj"),
+            *("q_norm", "out_norm", "skip", "g_proj"),
         )
-        names = {"q_norm": "qk_norm", "q_bias": "qk_bias", "g_proj": "gate"}
+        names = {"q_norm": "qk_norm", "g_proj": "gate"}
         there = {name: getattr(self, name) is not None for name in parts}
         if (gate := self.config.forget_gate) is not None:
             names["forget_gate"] = f"forget_gate (half-lives from 1 to {gate.longest:g})"

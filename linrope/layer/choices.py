@@ -82,7 +82,7 @@ def partial_dim(dim: int, share: float) -> int:
 
 
 def decay_units(features: int, rotary: Rotary | None, angle_steps: nn.Module | None) -> int:
-    """The number of decays of a head in which the two features of a pair that turns share one."""
+    """The number of decays per head: one for each pair of features that turns, one for each feature that does not."""
     if rotary is None and angle_steps is not None:
         raise ValueError(
             f"rotary: got a {type(angle_steps).__name__} without an attribute rotary, of which the number of pairs is "

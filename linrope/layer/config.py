@@ -110,8 +110,6 @@ class LayerConfig:
             Or the options of ``linrope.layer.short_convolution``: {"taps": 4, "activation": "silu", "bias": True,
             "start": "uniform"}. Models that have to recall earlier tokens need it. Causal self-attention only.
         qk_norm: RMS norm of each head's query and key before the map, with learned weights.
-        qk_bias: a learned vector per head, which starts at 1, added to the normed queries and keys. It
-            requires qk_norm.
         out_norm: RMS norm of the output, with a learned weight. True or "head" (each head alone), "all" (all heads
             together), or {"over": "head" or "all", "eps": ..}; eps is 1e-6, or 1e-12 where the norm replaces the
             normalizer. A norm per head cancels the normalizer, a single number per token and
@@ -161,7 +159,6 @@ class LayerConfig:
     erase_gate: EraseGateOptions | None = field(default=None, metadata={"flag": ERASE_GATES})
     short_conv: ShortConvOptions | None = field(default=None, metadata={"flag": int})
     qk_norm: bool = field(default=False, metadata={"flag": bool})
-    qk_bias: bool = field(default=False, metadata={"flag": bool})
     out_norm: OutNormOptions | None = field(default=None, metadata={"flag": bool})
     skip: Order | None = field(default=None, metadata={"flag": ORDERS})
     gate: Order | None = field(default=None, metadata={"flag": bool})
@@ -220,8 +217,6 @@ class LayerConfig:
 
     def _check_together(self) -> None:
         """Raises ValueError if options do not fit together."""
-        if self.qk_bias and not self.qk_norm:
-            raise ValueError("qk_bias=True: expected qk_norm=True with it")
         if self.write_gate is not None and self.forget_gate is None:
             raise ValueError(f"write_gate={self.write_gate!r}: expected a forget_gate with it, or None")
         if self.has_gates_per_feature:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linrope.feature_maps.base import widen
 from linrope.layer.config import LayerConfig
 from linrope.layer.norm import OutputNorm, RMSNorm
 from linrope.layer.short_convolution import ShortConvolution
@@ -46,8 +45,6 @@ class Mixer(nn.Module):
         self.short_conv = None if conv is None else ShortConvolution(channels, **asdict(conv), **factory)
         self.q_norm = RMSNorm(d, eps=1e-6, **factory) if config.qk_norm else None
         self.k_norm = RMSNorm(d, eps=1e-6, **factory) if config.qk_norm else None
-        self.q_bias = nn.Parameter(torch.empty(h, d, **factory)) if config.qk_bias else None
-        self.k_bias = nn.Parameter(torch.empty(g, d, **factory)) if config.qk_bias else None
         self.skip = None if config.skip is None else nn.Parameter(torch.empty(self.num_out_heads, **factory))
         self.out_norm = None
         if norm is not None:
@@ -55,7 +52,7 @@ class Mixer(nn.Module):
             orders = config.gate or "after", config.skip or "after"
             self.out_norm = OutputNorm(size, norm.eps or 1e-6, norm.over, *orders, **factory)
         self.g_proj = None if config.gate is None else nn.Linear(self.embed_dim, inner, bias=bias, **factory)
-        self._reset_direct_parameters()
+        self._reset_skip()
 
     @property
     def norm_over(self) -> str | None:
@@ -72,35 +69,30 @@ class Mixer(nn.Module):
         return text
 
     @torch.no_grad()
-    def _reset_direct_parameters(self) -> None:
-        """Sets the parameters that the layer holds directly (skip, q_bias, k_bias) to 1."""
-        for parameter in (self.skip, self.q_bias, self.k_bias):
-            if parameter is not None:
-                parameter.fill_(1)
+    def _reset_skip(self) -> None:
+        if self.skip is not None:
+            self.skip.fill_(1)
 
     def reset_parameters(self) -> None:
         """Gives all weights new initial values, for example after ``to_empty`` on a layer from the meta device."""
         for child in self.children():
             if callable(reset := getattr(child, "reset_parameters", None)):
                 reset()
-        self._reset_direct_parameters()
+        self._reset_skip()
 
     def _queries(self, y: Tensor) -> Tensor:
-        return self._heads(y, self.num_heads, self.q_norm, self.q_bias)
+        return self._heads(y, self.num_heads, self.q_norm)
 
     def _keys(self, y: Tensor) -> Tensor:
-        return self._heads(y, self.num_kv_heads, self.k_norm, self.k_bias)
+        return self._heads(y, self.num_kv_heads, self.k_norm)
 
     def _values(self, y: Tensor) -> Tensor:
         return y.view(y.shape[0], y.shape[1], self.num_state_heads, self.value_head_dim)
 
-    def _heads(self, y: Tensor, heads: int, norm: nn.Module | None, bias: Tensor | None) -> Tensor:
+    def _heads(self, y: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
         """(b, n, heads d) -> (b, n, heads, d), normalized."""
         y = y.view(y.shape[0], y.shape[1], heads, self.head_dim)
-        if norm is not None:
-            normed: Tensor = norm(y) if bias is None else norm(widen(y)) + bias
-            y = normed.to(y.dtype)
-        return y
+        return y if norm is None else norm(y).to(y.dtype)
 
     def _output(self, out: Tensor, v: Tensor, x: Tensor) -> Tensor:
         """out (b, n, h, e) -> y (b, n, embed_dim); v: the values that the skip adds."""

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 StateAfter = Callable[[int], Any]  # from a number of tokens: the state after as many of the call's first ones
-LONGEST = (
-    256  # tokens that a recording cache can remove at least, if it has read as many: more than a draft has
-)
+# A recording cache can remove at least so many tokens, if it has read as many. Drafts are shorter.
+LONGEST = 256
 
 _PER_TOKEN = ("log_decay", "angle_steps", "write", "erase", "key_mask")  # (b, n, ..)
 

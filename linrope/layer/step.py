@@ -53,7 +53,7 @@ _is_contiguous = methodcaller("is_contiguous")
 def one_token(
     layer: Any, x: Tensor, state: LayerState, return_state: bool
 ) -> Tensor | tuple[Tensor, LayerState] | None:
-    """The layer's result for one more token (b, 1, embed_dim), or None: only the layer's other code can tell it."""
+    """The layer's result for one more token x (b, 1, embed_dim). None: the layer's other code must compute it."""
     if type(x) is not Tensor or x.dtype != torch.float32 or x.ndim != 3 or x.shape[1] != 1 or not x.is_cpu:
         return None
     step, sums = step_of(layer), state.sums

@@ -24,7 +24,7 @@ from linrope.rotation.rotary import Rotary
 # transformers leaves hooks of this module on a model that was once asked for its hidden states. In other calls they do
 # nothing, so a step may ignore them.
 _IDLE_HOOKS = "transformers.utils.output_capturing"
-# The options of the layer that the operator computes. ``why_not_options`` knows where the layer has the others.
+# The options of the layer that the operator computes. ``why_not_options`` names the values that it cannot compute.
 _COMPUTED = frozenset(
     (
         *("num_kv_heads", "num_value_heads", "context_dim", "head_dim", "value_head_dim", "bias", "backend"),
@@ -78,17 +78,15 @@ def why_not_options(layer: Any) -> str | None:
         return f"feature_map={fmap}"
     if layer.angle_steps is not None or (layer.rotary is not None and not _is_plain(layer.rotary)):
         return "a rotation with steps, axes, xpos or an attention factor"
-    # Read where the layer's call reads them: a layer may have changed since its config made it.
-    others = {
+    # Read from the layer what its call reads there: it may differ from the config.
+    values = vars(layer.config) | {
         "causal": layer.causal,
         "rope_order": layer.rope_order,
         "qk_norm": layer.q_norm is not None or layer.k_norm is not None,
-        "qk_bias": layer.q_bias is not None or layer.k_bias is not None,
-        "trapezoid": layer.trapezoid is not None,
     }
     for name, option in OPTIONS.items():
-        if name not in _COMPUTED and others[name] != option.default:
-            return f"{name}={others[name]!r}"
+        if name not in _COMPUTED and values[name] != option.default:
+            return f"{name}={values[name]!r}"
     if layer.backend not in ("auto", "native"):
         return f"backend={layer.backend!r}"
     if (size := max(layer.head_dim, layer.value_head_dim)) > native.MAX_DIM:

@@ -45,7 +45,6 @@ class LinearOptions(TypedDict, total=False):
     forget_gate: bool | Options | ForgetGateOptions | None
     write_gate: Literal["tied", "independent"] | None
     erase_gate: str | Options | EraseGateOptions | None
-    qk_bias: bool
     rope_order: Literal["after", "before"]
 
 

@@ -39,7 +39,7 @@ SHARDED = {
     **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "g_proj.weight"), 0),
     **dict.fromkeys(("q_proj.bias", "k_proj.bias", "v_proj.bias", "g_proj.bias"), 0),
     **dict.fromkeys(("forget_gate.weight", "forget_gate.up", "forget_gate.bias", "decay_logit", "skip"), 0),
-    **dict.fromkeys(("write_gate.weight", "write_gate.bias", "q_bias", "k_bias"), 0),
+    **dict.fromkeys(("write_gate.weight", "write_gate.bias"), 0),
     **dict.fromkeys(("erase_gate.weight", "erase_gate.bias"), 0),
     "o_proj.weight": 1,
 }

@@ -135,14 +135,6 @@ def test_a_layers_step_is_the_layers_call(name: str) -> None:
     assert_same_states([step.state], [last])
 
 
-@torch.no_grad()
-def test_a_step_reads_the_orders_that_the_call_reads() -> None:
-    layer, x = make().blocks[0].attention, torch.randn(1, 7, 32)
-    layer.out_norm.gate_order = layer.out_norm.skip_order = "before"
-    _, state = layer(x[:, :6], return_state=True)
-    torch.testing.assert_close(prepare(layer, state)(x[:, 6:]), layer(x)[:, 6:], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("b", [1, 8])
 @pytest.mark.parametrize(
     "name", ["tied erase up to 2, no decay", "bounded gates per feature", "erase, gates per feature"]
@@ -309,6 +301,14 @@ CHANGES: dict[str, tuple[Callable[[LanguageModel], object], str]] = {
     "hook on a map": (
         lambda model: model.blocks[0].attention.feature_map.register_forward_hook(print),
         "a hook on ElementwiseMap",
+    ),
+    "hook on a layer": (
+        lambda model: model.blocks[0].attention.register_forward_hook(print),
+        "a hook on LinearRoPEAttention",
+    ),
+    "hook on a gate": (
+        lambda model: model.blocks[0].attention.forget_gate.register_forward_hook(print),
+        "a hook on ForgetGate",
     ),
     "first hook": (lambda model: model.blocks[1].attention.o_proj.register_forward_pre_hook(print), "a hook"),
     "dtype": (lambda model: model.norm.to(torch.bfloat16), "torch.bfloat16 on cpu"),

@@ -66,7 +66,7 @@ GATED = {
         "write_gate": "independent", "out_norm": {"over": "all", "eps": 1e-5}, "skip": "before", "gate": "before",
     },
     "one key head": {
-        "num_heads": 1, "num_value_heads": 4, "head_dim": 6, "value_head_dim": 8, "qk_norm": True, "qk_bias": True,
+        "num_heads": 1, "num_value_heads": 4, "head_dim": 6, "value_head_dim": 8, "qk_norm": True,
         "forget_gate": True, "skip": "before", "out_norm": "head", "gate": "before",
     },
     "skip alone": {"skip": "after", "num_kv_heads": 2},
@@ -143,8 +143,6 @@ def by_hand(layer: LinearRoPEAttention, options: dict, x: Tensor, context: Tenso
     q, k, v = q.unflatten(-1, (h, -1)), k.unflatten(-1, (keys, -1)), v.unflatten(-1, (g, -1))
     if layer.q_norm is not None:
         q, k = mean_square_norm(q, layer.q_norm), mean_square_norm(k, layer.k_norm)
-    if layer.q_bias is not None:
-        q, k = q + layer.q_bias, k + layer.k_bias
     if shared := options.get("num_value_heads"):
         q, k = q.repeat_interleave(shared // h, 2), k.repeat_interleave(shared // h, 2)
         h = shared

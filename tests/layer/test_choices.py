@@ -40,7 +40,6 @@ def make(**options) -> LinearRoPEAttention:
         ({"out_norm": "heads"}, "out_norm='heads': expected one of head, all"),
         *(({"out_norm": {"eps": x}}, f"out_norm: got eps={x!r}, expected a positive finite number")
           for x in (-1.0, "x")),
-        ({"qk_bias": True}, "qk_bias=True: expected qk_norm=True with it"),
         ({"num_value_heads": 6}, "num_value_heads=6: expected a multiple of num_heads=4"),
         ({"num_value_heads": 8, "num_kv_heads": 2}, "num_value_heads=8: expected None, as num_kv_heads=2 differs"),
         ({"decay": {"name": "spread", "shortest": 1}}, r"decay: got \['shortest'\] with name='spread'"),

@@ -99,30 +99,6 @@ def test_rows_of_a_pool_are_selected_reordered_and_written_together(name: str) -
     assert_equal(pool, before)
 
 
-@every_layer
-@pytest.mark.parametrize("way", ["donated", "pool"])
-@torch.no_grad()
-def test_a_step_in_a_states_memory_keeps_every_address(name: str, way: str) -> None:
-    layer, state, x = make(name), some_state(name), torch.randn(ROWS, 1, 8)
-    expected_y, expected = layer(x, state=state, return_state=True)
-    memory = state.tensors()
-    held = state.donate() if way == "donated" else state.at(torch.arange(ROWS))
-    y, after = layer(x, state=held, return_state=True)
-    torch.testing.assert_close(y, expected_y)
-    torch.testing.assert_close(state.tensors(), expected.tensors())
-    assert not after.donated
-    assert all(after.tensors()[key] is x for key, x in memory.items())
-
-
-@torch.no_grad()
-def test_a_pool_is_written_also_without_return_state() -> None:
-    layer, pool, x = make("convolution"), some_state(), torch.randn(1, 1, 8)
-    slots = torch.tensor([1])
-    _, expected = layer(x, state=pool.reorder(slots), return_state=True)
-    layer(x, state=pool.at(slots))
-    torch.testing.assert_close(pool.reorder(slots).tensors(), expected.tensors())
-
-
 @torch.no_grad()
 def test_memory_that_cannot_be_written_is_named_and_nothing_changes() -> None:
     layer, good, x = make("convolution"), some_state(), torch.randn(ROWS, 1, 8)
@@ -193,13 +169,3 @@ def test_a_file_of_something_else_is_refused(content: str, tmp_path) -> None:
         path.write_text("text")
     with pytest.raises(ValueError, match=str(path)):
         LayerState.load(path)
-
-
-def test_a_layer_refuses_what_is_no_state_of_it() -> None:
-    layer, x = make("convolution"), torch.randn(ROWS, 1, 8)
-    with pytest.raises(TypeError, match=r"^state: got LinearAttentionState, expected LayerState"):
-        layer(x, state=SUMS)
-    with pytest.raises(
-        ValueError, match=r"^state: got conv of \(taps - 1, channels\) = None, expected \(2, 28\)"
-    ):
-        layer(x, state=LayerState(some_state("convolution").sums))

@@ -69,7 +69,6 @@ def test_calls_that_are_not_one_more_token_take_the_other_code() -> None:
         lambda: layer(two, state=state),
         lambda: layer(x[:, :0], state=state),
         lambda: layer(x, state=state, key_mask=torch.ones(2, 1, dtype=torch.bool)),
-        lambda: layer(x, x, state=state) if layer.causal is None else layer(two, state=state),
         lambda: layer(two.view(1, 4, 32), state=state, cu_seqlens=torch.tensor([0, 2, 4])),
     ]
     for call in calls:

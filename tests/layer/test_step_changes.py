@@ -19,7 +19,6 @@ from linrope.layer.config import LayerConfig
 from linrope.layer.norm import OutputNorm, RMSNorm
 from linrope.layer.selective import SelectiveSteps
 from linrope.layer.state import LayerState
-from linrope.layer.trapezoid import TrapezoidGate
 from tests.layer.steps import Layer, make, needs_native, other_code, steps, taken
 
 pytestmark = needs_native
@@ -101,15 +100,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Layer], object], bool]] = {
     "a hook on the map": (BLOCK, lambda x: x.feature_map.register_forward_hook(lambda *_: None), False),
     "the map's keys are others": (BLOCK, lambda x: setattr(x.feature_map, "keys", torch.relu), False),
     "a hook of the layer itself": (BLOCK, lambda x: x.register_forward_hook(lambda *_: None), True),
-    "the normalizer": ({"out_norm": False}, lambda x: setattr(x, "normalize", False), True),
     "the backend": (BLOCK, lambda x: setattr(x, "backend", "eager"), False),
-    "eps": (BLOCK, lambda x: setattr(x.out_norm, "eps", 0.3), True),
-    "the gate's order": (BLOCK, lambda x: setattr(x.out_norm, "gate_order", "before"), True),
-    "the skip's order": (BLOCK, lambda x: setattr(x.out_norm, "skip_order", "before"), True),
-    "the activation": (BLOCK, lambda x: setattr(x.short_conv, "activation", None), True),
-    "the bound": (PER_FEATURE, lambda x: setattr(x.forget_gate, "bound", 2.0), True),
-    "the erase gate's largest number": (ERASE, lambda x: setattr(x.erase_gate, "largest", 2), True),
-    "the queries' factor": (ERASE, lambda x: setattr(x.feature_map, "query_factor", 0.5), True),
 }  # fmt: skip
 
 
@@ -143,7 +134,6 @@ def test_a_change_is_noticed(name: str) -> None:
 NEW_PARTS = {
     **dict.fromkeys(("q_norm", "k_norm"), lambda: RMSNorm(8)),
     "out_norm": lambda: OutputNorm(64, over="all"),
-    "trapezoid": lambda: TrapezoidGate(32, 4),
     "angle_steps": lambda: SelectiveSteps(32, Rotary(8), 4),
     "g_proj": lambda: nn.Linear(32, 64),
     "skip": lambda: nn.Parameter(torch.randn(4)),

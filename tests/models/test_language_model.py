@@ -186,7 +186,7 @@ def test_state_memory_does_not_grow(model: LanguageModel) -> None:
          "rotary": {"name": "selective", "bound": "add"}},
         {"feature_map": {"name": "paired", "inner": "relu"}},
         {"rotary": None, "gate": False, "out_norm": False},
-        {"num_value_heads": 4, "qk_norm": True, "qk_bias": True},
+        {"num_value_heads": 4, "qk_norm": True},
         {"feature_map": "silu", "normalize": False},
         {"erase_gate": {"name": "tied", "largest": 2}, "feature_map": {"name": "unit", "query_factor": 0.25}},
         {"forget_gate": {"per": "feature", "bound": 5, "rank": 3}, "erase_gate": "independent"},

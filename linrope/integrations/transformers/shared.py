@@ -27,7 +27,7 @@ class Gates(NamedTuple):
     """The gates of ``linear_rope_attention``."""
 
     decay: Tensor | None = None  # (h,)
-    log_decay: Tensor | None = None  # these per token
+    log_decay: Tensor | None = None  # (b, n, h), as are the next two
     write: Tensor | None = None
     erase: Tensor | None = None
 

@@ -132,7 +132,7 @@ class StateLayer:
 
 
 def copy_of(state: State | None) -> State | None:
-    """A copy of a state that decoding overwrites; any other stays as it is, and needs none."""
+    """A copy of a LayerState, whose memory decoding overwrites. Other states are returned themselves: they grow."""
     return state.clone() if isinstance(state, LayerState) else state
 
 

@@ -14,8 +14,7 @@ from linrope.cuda_graphs import GraphedStep, check_on_cuda
 from linrope.decode.generation import check_fixed_size
 from linrope.decode.model_step import ModelStep
 from linrope.decode.parts import BlockParts, ModelParts
-from linrope.decode.reasons import why_not
-from linrope.decode.step import prepare
+from linrope.decode.preparation import prepare, why_not
 from linrope.layer.norm import RMSNorm
 from linrope.models.huggingface.cache import copy_of
 

@@ -95,8 +95,7 @@ def test_with_all_layers_kept_nothing_changes(kind: str, added: dict[str, Any]) 
         ({}, ""),
         ({"gate": True, "out_norm": True}, "g_proj out_norm"),
         ({"erase_gate": "tied", "forget_gate": True}, "forget_gate erase_gate"),
-        ({"qk_norm": True, "qk_bias": True, "out_norm": True, "rope_order": "after"},
-         "q_norm k_norm q_bias k_bias out_norm"),
+        ({"qk_norm": True, "out_norm": True, "rope_order": "after"}, "q_norm k_norm out_norm"),
     ],
     ids=str,
 )  # fmt: skip

@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "no convolution": {"short_conv": None, "forget_gate": False, "decay": "spread"},
     "learned decay": {"decay": "learned", "skip": "before", "gate": "before"},
-    "selective": {"selective_rope": True, "qk_norm": True, "qk_bias": True},
+    "selective": {"selective_rope": True, "qk_norm": True},
     "hedgehog": {"feature_map": "hedgehog"},
     "t2r": {"feature_map": "t2r", "out_norm": "all"},
     "rebased": {"feature_map": "rebased", "head_dim": 4},
