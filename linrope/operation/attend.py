@@ -116,8 +116,8 @@ def _attend(
     call: Call, plan: Plan, identity: str, tokens: Tokens, through: Computation | None
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """Any call: q and k become features, a backend computes out and the sums, and these the next state."""
-    known = plan.resolved
-    prepared = _prepare(call, plan, tokens) if known is None else Prepared(call.changed(**known))
+    known = "positions" in plan.resolved
+    prepared = Prepared(call.changed(**plan.resolved)) if known else _prepare(call, plan, tokens)
     resolved, state, stabilized = prepared.call, prepared.state, prepared.stabilized
     in_place = _writes_in_place(resolved)
     resolved.return_state = call.return_state or in_place
@@ -168,17 +168,14 @@ def _prepare(call: Call, plan: Plan, tokens: Tokens) -> Prepared:
     log_decay = log_decay_of_tokens(call.decay, call.log_decay, call.key_mask, tokens, k.shape[1], clamps)
     angle_steps = steps_of_tokens(call.angle_steps, call.key_mask, state, tokens)
     if features.k_scale is not None:
-        stabilized = stabilize(call, tokens, k, features.k_scale, log_decay, features.elementwise == "exp")
+        stabilized = stabilize(
+            call, tokens, k, features.k_scale, log_decay, plan.resolved["feature_map"] == "exp"
+        )
         k, log_decay, state = stabilized.k, stabilized.log_decay, stabilized.state
-    fixed = {
-        "feature_map": features.elementwise,
-        "unit": plan.unit,
+    fixed = plan.resolved | {
         "positions": tokens.positions,
         "key_positions": tokens.key_positions,
-        "theta_turns": plan.theta_turns,
-        "layout": plan.layout,
-        "xpos_log_decay": plan.xpos_log_decay,
-        "distances": None if plan.xpos_log_decay is None else distances(tokens, k.shape[1]),
+        "distances": None if plan.resolved["xpos_log_decay"] is None else distances(tokens, k.shape[1]),
     }
     if plan.steady and log_decay is call.log_decay and positions.are_constant(tokens):
         plan.tokens, plan.resolved = tokens, fixed
