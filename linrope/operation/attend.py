@@ -46,7 +46,9 @@ def attend(call: Call, through: Computation | None = None) -> tuple[Tensor, Line
             state = call.state
             assert state is not None
             in_place = state.donated or state.slots is not None
-            if not in_place or (native.fits_in_place(state) and _angle_fits(call)):
+            if not in_place or (
+                native.fits_in_place(state) and (call.angle_steps is None or _angle_fits(call))
+            ):
                 return _step(call, plan, state, in_place)
         direct, clamps = plan.direct if through is None else None, False
         if direct is not None:
@@ -177,7 +179,9 @@ def _prepare(call: Call, plan: Plan, tokens: Tokens) -> Prepared:
         "key_positions": tokens.key_positions,
         "distances": None if plan.resolved["xpos_log_decay"] is None else distances(tokens, k.shape[1]),
     }
-    if plan.steady and log_decay is call.log_decay and positions.are_constant(tokens):
+    erase = None if call.erase is None else zero_hidden(call.erase, call.key_mask)
+    same = log_decay is call.log_decay and erase is call.erase
+    if plan.steady and same and positions.are_constant(tokens):
         plan.tokens, plan.resolved = tokens, fixed
     resolved = call.changed(
         q=features.q,
@@ -185,7 +189,7 @@ def _prepare(call: Call, plan: Plan, tokens: Tokens) -> Prepared:
         log_decay=log_decay,
         decay=None,
         angle_steps=angle_steps,
-        erase=None if call.erase is None else zero_hidden(call.erase, call.key_mask),
+        erase=erase,
         **fixed,
     )
     return Prepared(resolved, state, stabilized, features.q_scale)
@@ -218,12 +222,11 @@ def _writes_in_place(call: Call) -> bool:
             raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
         return False
     check_writable(state.written())
-    return _angle_fits(call)
+    return call.angle_steps is None or _angle_fits(call)
 
 
 def _angle_fits(call: Call) -> bool:
-    """True if the incoming state has an angle for the next one, with a row for every head, if there is a next one."""
-    if call.angle_steps is None:
-        return True
+    """True if the incoming state has an angle for the next one, with a row for every head."""
+    assert call.angle_steps is not None
     angle = None if call.state is None else call.state.angle
     return angle is not None and angle.shape[1] >= call.angle_steps.shape[2]

@@ -153,8 +153,7 @@ def _make(call: Call, traced: bool) -> Plan:
             or (by_features and rotary.attention_factor == 1 and rotary.axes is rotary.xpos is None)
         )
     )
-    numbers = call.decay, call.angle_steps, call.erase
-    plan.steady = by_kernel and state is None and all(x is None for x in numbers)
+    plan.steady = by_kernel and state is None and call.decay is call.angle_steps is None
     is_step = (
         by_kernel
         and state is not None

@@ -60,6 +60,12 @@ def test_later_calls_find_what_the_first_one_made(backend: str, how: dict[str, A
         {"rotary": Rotary(16, xpos=512)},
         {"rope_order": "before"},
         {"feature_map": "softmax"},
+        {
+            "erase": torch.ones(1, 5, 2),
+            "key_mask": torch.ones(1, 5, dtype=torch.bool),
+            "feature_map": "unit",
+            "normalize": False,
+        },
         {"state": True},
     ],
     ids=lambda how: "-".join(how),
