@@ -63,7 +63,7 @@ def test_later_calls_find_what_the_first_one_made(backend: str, how: dict[str, A
         {
             "erase": torch.ones(1, 5, 2),
             "key_mask": torch.ones(1, 5, dtype=torch.bool),
-            "feature_map": "unit",
+            "feature_map": None,
             "normalize": False,
         },
         {"state": True},
