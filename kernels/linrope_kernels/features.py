@@ -121,7 +121,7 @@ def features_of_queries(call: Any, table: Tensor | None) -> Tensor:
 def features_of_keys(call: Any, table: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """R psi(k), likewise, and b, by which these features erase."""
     erase = call.erase
-    if erase is not None and call.unit:
+    if erase is not None and call.query_factor:
         erase = call.v.new_empty(call.v.shape[:3], dtype=torch.float32)
         return _features(call, call.k, table, True, erase), erase
     return _features(call, call.k, table, True, None), erase
@@ -153,6 +153,6 @@ def _start(
         kernel, b * heads_of_programs * -(-n // chunk), rows_of(x), broadcast_rows(table, 2), mask, *others,
         n, heads, call.value_group, 1 if keys else call.group,
         F=f, P=call.pairs, MAP=call.feature_map, INTERLEAVED=not call.pairs or call.layout == "interleaved",
-        LENGTH=1.0 if keys and call.unit else float(call.unit), C=chunk, W=power_of_two_from_16((f + 1) // 2),
-        **constants,
+        LENGTH=1.0 if keys and call.query_factor else float(call.query_factor), C=chunk,
+        W=power_of_two_from_16((f + 1) // 2), **constants,
     )  # fmt: skip

@@ -24,7 +24,7 @@ NO_STATE = (None, None)
 
 
 # All fields of a call that a backend receives, but those of xPos, which these kernels do not compute
-SETTINGS = ("feature_map", "causal", "normalize", "eps", "eps_mode", "return_state", "unit", "layout")
+SETTINGS = ("feature_map", "causal", "normalize", "eps", "eps_mode", "return_state", "query_factor", "layout")
 TENSORS = (
     *("q", "k", "v", "log_decay", "angle_steps", "write", "erase"),
     *("positions", "key_positions", "key_mask", "cu_seqlens", "theta_turns"),

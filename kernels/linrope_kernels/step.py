@@ -159,6 +159,6 @@ def step_fwd(
         broadcast_rows(of_queries, 4), broadcast_rows(of_keys, 4), rows_of_units(call.log_decay),
         broadcast_rows(call.write, 3), broadcast_rows(call.erase, 3), slots,
         start or NO_STATE, end or NO_STATE, rows_of(out), g, call.group, parts, call.eps, AXES=axes,
-        UNITS=call.decays_by_unit, LENGTH=float(call.unit),
+        UNITS=call.decays_by_unit, LENGTH=float(call.query_factor),
     )  # fmt: skip
     return out

@@ -36,7 +36,7 @@ from linrope.recurrence.call import (
 from linrope.recurrence.state import LinearAttentionState
 
 MAX_DIM = 256
-OPTIONS, TAKES_VALUE_GROUPS, CLAMPS_GATES = COMMON | {"erase", "unit"}, True, False
+OPTIONS, TAKES_VALUE_GROUPS, CLAMPS_GATES = COMMON | {"erase", "query_factor"}, True, False
 # The numbers of kernels/cpu/call.h
 BLOCK = 256
 MAPS = {"identity": 0, "elu+1": 1, "relu": 2, "relu2": 3, "exp": 4, "silu": 5}
@@ -243,7 +243,7 @@ def settings(call: Call) -> dict[str, Any]:
     """The kernels' arguments that stay the same from token to token."""
     return {
         "feature_map": MAPS[call.feature_map],
-        "unit": call.unit,
+        "unit": call.query_factor,
         "theta": call.theta_turns,
         "layout": LAYOUTS[call.layout] if call.pairs else 0,
         "normalize": call.normalize,

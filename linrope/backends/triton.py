@@ -40,7 +40,7 @@ from linrope.recurrence.packing import owners
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.angles import units_to_features
 
-OPTIONS = COMMON | {"erase", "unit"}
+OPTIONS = COMMON | {"erase", "query_factor"}
 TAKES_VALUE_GROUPS = True  # but for the delta rule's kernels attend repeats the heads of q and k
 CLAMPS_GATES = True
 MAPS = dict.fromkeys(("elu+1", "relu", "relu2", "exp", "silu", "identity"))  # those of linrope_kernels.pieces
@@ -89,7 +89,7 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
         return "bfloat16 in Triton's interpreter, which multiplies its bit patterns: use float16 or float32"
     if call.xpos_log_decay is not None:
         return "xpos, a decay per pair of features: use backend='eager'"
-    if call.unit and not by_delta_kernels(call):
+    if call.query_factor and not by_delta_kernels(call):
         return "feature_map='unit' without erase: the features are made before the call"
     if f > MAX_DIM or e > MAX_DIM:
         return f"{f} features and {e} values per head: it takes up to {MAX_DIM} of each; use backend='eager'"

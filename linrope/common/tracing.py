@@ -44,9 +44,7 @@ def exporting() -> bool:
     >>> exporting()
     False
     """
-    if torch.compiler.is_compiling():
-        return compiled_for_export()
-    return torch.onnx.is_in_onnx_export() or _is_jit_tracing()
+    return compiled_for_export() if torch.compiler.is_compiling() else _is_jit_tracing()
 
 
 def exporting_to_onnx() -> bool:

@@ -46,7 +46,9 @@ def attend(call: Call, through: Computation | None = None) -> tuple[Tensor, Line
             state = call.state
             assert state is not None
             in_place = state.donated or state.slots is not None
-            if not in_place or (native.fits_in_place(state) and _angle_fits(call)):
+            if not in_place or (
+                native.fits_in_place(state) and (call.angle_steps is None or _angle_fits(call))
+            ):
                 return _step(call, plan, state, in_place)
         direct, clamps = plan.direct if through is None else None, False
         if direct is not None:
@@ -116,8 +118,8 @@ def _attend(
     call: Call, plan: Plan, identity: str, tokens: Tokens, through: Computation | None
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """Any call: q and k become features, a backend computes out and the sums, and these the next state."""
-    known = plan.resolved
-    prepared = _prepare(call, plan, tokens) if known is None else Prepared(call.changed(**known))
+    known = "positions" in plan.resolved
+    prepared = Prepared(call.changed(**plan.resolved)) if known else _prepare(call, plan, tokens)
     resolved, state, stabilized = prepared.call, prepared.state, prepared.stabilized
     in_place = _writes_in_place(resolved)
     resolved.return_state = call.return_state or in_place
@@ -168,19 +170,18 @@ def _prepare(call: Call, plan: Plan, tokens: Tokens) -> Prepared:
     log_decay = log_decay_of_tokens(call.decay, call.log_decay, call.key_mask, tokens, k.shape[1], clamps)
     angle_steps = steps_of_tokens(call.angle_steps, call.key_mask, state, tokens)
     if features.k_scale is not None:
-        stabilized = stabilize(call, tokens, k, features.k_scale, log_decay, features.elementwise == "exp")
+        stabilized = stabilize(
+            call, tokens, k, features.k_scale, log_decay, plan.resolved["feature_map"] == "exp"
+        )
         k, log_decay, state = stabilized.k, stabilized.log_decay, stabilized.state
-    fixed = {
-        "feature_map": features.elementwise,
-        "unit": plan.unit,
+    fixed = plan.resolved | {
         "positions": tokens.positions,
         "key_positions": tokens.key_positions,
-        "theta_turns": plan.theta_turns,
-        "layout": plan.layout,
-        "xpos_log_decay": plan.xpos_log_decay,
-        "distances": None if plan.xpos_log_decay is None else distances(tokens, k.shape[1]),
+        "distances": None if plan.resolved["xpos_log_decay"] is None else distances(tokens, k.shape[1]),
     }
-    if plan.steady and log_decay is call.log_decay and positions.are_constant(tokens):
+    erase = None if call.erase is None else zero_hidden(call.erase, call.key_mask)
+    same = log_decay is call.log_decay and erase is call.erase
+    if plan.steady and same and positions.are_constant(tokens):
         plan.tokens, plan.resolved = tokens, fixed
     resolved = call.changed(
         q=features.q,
@@ -188,7 +189,7 @@ def _prepare(call: Call, plan: Plan, tokens: Tokens) -> Prepared:
         log_decay=log_decay,
         decay=None,
         angle_steps=angle_steps,
-        erase=None if call.erase is None else zero_hidden(call.erase, call.key_mask),
+        erase=erase,
         **fixed,
     )
     return Prepared(resolved, state, stabilized, features.q_scale)
@@ -221,12 +222,11 @@ def _writes_in_place(call: Call) -> bool:
             raise RuntimeError("state: got rows of a pool in a call with gradients, expected torch.no_grad()")
         return False
     check_writable(state.written())
-    return _angle_fits(call)
+    return call.angle_steps is None or _angle_fits(call)
 
 
 def _angle_fits(call: Call) -> bool:
-    """True if the incoming state has an angle for the next one, with a row for every head, if there is a next one."""
-    if call.angle_steps is None:
-        return True
+    """True if the incoming state has an angle for the next one, with a row for every head."""
+    assert call.angle_steps is not None
     angle = None if call.state is None else call.state.angle
     return angle is not None and angle.shape[1] >= call.angle_steps.shape[2]

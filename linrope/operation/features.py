@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from linrope.feature_maps import ElementwiseMap
-from linrope.feature_maps.base import is_changed, widen
+from linrope.feature_maps.base import widen
 from linrope.operation.plan import Plan
 from linrope.operation.positions import spell_out_positions
 from linrope.recurrence.call import Call, repeat_heads
@@ -17,7 +17,6 @@ class MappedInputs(NamedTuple):
 
     q: Tensor | None
     k: Tensor
-    elementwise: str  # the map that the backend still applies
     q_scale: Tensor | None = None  # (b, n, heads): the features are to be multiplied by e^scale
     k_scale: Tensor | None = None
 
@@ -29,22 +28,21 @@ def map_features(call: Call, plan: Plan, tokens: Tokens) -> MappedInputs:
     decays by log_decay, of which each of these has its own.
     """
     q, k = _scaled_and_rotated(call, plan, tokens)
-    if plan.elementwise is not None:
-        return MappedInputs(q, k, plan.elementwise)
+    if not plan.maps_in_python:
+        return MappedInputs(q, k)
     fmap = plan.named_map or call.feature_map
     if call.key_mask is not None:  # the map may overflow at padding, and 0 * inf is NaN
         k = k.masked_fill(~call.key_mask[:, :, None, None], 0)
-    elementwise = "identity"
-    if isinstance(fmap, ElementwiseMap) and fmap.elementwise is not None and not is_changed(fmap):
-        # exp: centred here, applied by the backend
-        elementwise, queries, keys = fmap.elementwise, None if q is None else fmap.centre(q), fmap.centre(k)
+    if plan.resolved["feature_map"] == "exp":  # centred here, applied by the backend
+        assert isinstance(fmap, ElementwiseMap)
+        queries, keys = None if q is None else fmap.centre(q), fmap.centre(k)
     else:
         queries, keys = fmap(q, k)
         if not fmap.log_scaled:
-            return MappedInputs(queries, keys, elementwise)
+            return MappedInputs(queries, keys)
     (q, q_scale), (k, k_scale) = (None, None) if queries is None else queries, keys
     q, k, q_scale, k_scale = repeat_heads(call.v, q, k, q_scale, k_scale)
-    return MappedInputs(q, k, elementwise, q_scale, k_scale)
+    return MappedInputs(q, k, q_scale, k_scale)
 
 
 def _scaled_and_rotated(call: Call, plan: Plan, tokens: Tokens) -> tuple[Tensor | None, Tensor]:
@@ -58,7 +56,7 @@ def _scaled_and_rotated(call: Call, plan: Plan, tokens: Tokens) -> tuple[Tensor 
         return q, k
     if before and rotary.heads > k.shape[2]:
         q, k = repeat_heads(call.v, q, k)  # every value head has its own theta
-    if plan.elementwise is None:
+    if plan.maps_in_python:
         q, k = None if q is None else widen(q), widen(k)
     if rotary.attention_factor != 1:
         q, k = None if q is None else q * rotary.attention_factor, k * rotary.attention_factor

@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from linrope import backends
 from linrope.backends import native
@@ -20,7 +19,7 @@ from linrope.common.private_names import forward_mode
 from linrope.common.tracing import plain
 from linrope.feature_maps import FeatureMap
 from linrope.operation import checks, head_first
-from linrope.operation.map_facts import MapFacts, backend_map, facts_of
+from linrope.operation.map_facts import MapFacts, facts_of
 from linrope.recurrence.call import Call, Inputs, Settings, TokenLayout
 from linrope.recurrence.identities import WITHOUT_Z
 from linrope.recurrence.packing import Tokens
@@ -36,22 +35,20 @@ class Plan:
     """How calls with these settings and shapes are computed."""
 
     named_map: FeatureMap | None  # if the call gives a name; an object is read from the call
-    elementwise: str | None  # the map that the backend applies to q and k; None: Python applies it
-    unit: float  # ``Resolved.unit``, a length and not a unit of the features; 0 if Python applies the map
+    maps_in_python: bool  # True: the backend gets features, or for "exp" what it maps to them
     identity: str | None  # of the next state; None: it depends on the weights of the map
-    theta_turns: Tensor | None
-    layout: str
-    xpos_log_decay: Tensor | None
+    # Fields in which a backend's call differs from the call: its map and rotation. If ``steady`` calls differ in no
+    # others but the positions, the first one adds these.
+    resolved: dict[str, Any]
     warning: str | None
     backend: Backend | None = None  # ``backends.choose`` looks at the features: the first call fills it in
     # For one more token of each sequence, without a mask, packing or positions of its own
     step: native.Step | None = None
     # True: a backend gets the call's own tensors, apart from gates out of range, at positions that are the same in all
-    # such calls. The first such call fills in ``tokens``, the positions; without gates ``resolved``, the fields in
-    # which the backend's call differs from it; and for the backend native ``direct``, which computes the later ones.
+    # such calls. The first such call fills in ``tokens``, the positions, and for the backend native ``direct``, which
+    # computes the later ones.
     steady: bool = False
     tokens: Tokens | None = None
-    resolved: dict[str, Any] | None = None
     direct: Steady | None = None
 
 
@@ -122,46 +119,41 @@ def _make(call: Call, traced: bool) -> Plan:
     state, rotary, device = call.state, call.rotary, call.k.device
     if state is not None:
         checks.check_state(call, fmap)
-    elementwise, unit = backend_map(fmap)
     facts = facts_of(fmap)
     xpos = None if rotary is None else rotary.xpos_log_decay
     by_features = rotary is not None and call.rope_order == "after"
     plan = Plan(
         named_map=fmap if isinstance(call.feature_map, str) else None,
-        elementwise=elementwise,
-        unit=unit,
+        maps_in_python=facts.elementwise is None or facts.log_scaled,
         identity=None if facts.identity is None else next_identity(call, facts),
-        theta_turns=rotary.turns_per_position(device) if rotary is not None and by_features else None,
-        layout="interleaved" if rotary is None else rotary.layout,
-        xpos_log_decay=None if xpos is None else xpos.to(device),
+        resolved={
+            "feature_map": facts.elementwise or "identity",
+            "query_factor": facts.query_factor,
+            "theta_turns": rotary.turns_per_position(device) if rotary is not None and by_features else None,
+            "layout": "interleaved" if rotary is None else rotary.layout,
+            "xpos_log_decay": None if xpos is None else xpos.to(device),
+        },
         warning=head_first.warning(call),
     )
-    resolved = call.changed(
-        decay=None,
-        feature_map=elementwise or "identity",
-        unit=unit,
-        theta_turns=plan.theta_turns,
-        layout=plan.layout,
-        xpos_log_decay=plan.xpos_log_decay,
-    )
     # Python applies UnitMap itself, in float32 or wider, in two cases: it rotates q and k, or multiplies them by a
-    # factor, before the map; or no backend can run the call with ``unit``.
-    if unit and (
+    # factor, before the map; or no backend can run the call with a query_factor.
+    resolved = call.changed(decay=None, **plan.resolved)
+    if facts.query_factor and (
         (rotary is not None and not (by_features and rotary.attention_factor == 1))
         or isinstance(backends.first_of(call.backend, resolved, state), str)
     ):
-        plan.elementwise, plan.unit = None, 0
+        plan.maps_in_python = True
+        plan.resolved |= {"feature_map": "identity", "query_factor": 0.0}
     by_kernel = (  # a kernel applies the map, and rotates by consecutive positions
         not traced
-        and plan.elementwise is not None
+        and not plan.maps_in_python
         and call.positions is call.key_positions is call.cu_seqlens is None
         and (
             rotary is None
             or (by_features and rotary.attention_factor == 1 and rotary.axes is rotary.xpos is None)
         )
     )
-    numbers = call.decay, call.angle_steps, call.erase
-    plan.steady = by_kernel and state is None and all(x is None for x in numbers)
+    plan.steady = by_kernel and state is None and call.decay is call.angle_steps is None
     is_step = (
         by_kernel
         and state is not None

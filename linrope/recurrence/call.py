@@ -58,9 +58,9 @@ class Settings:
 class Resolved:
     """What the operation makes of ``rotary`` and of the map for the backends."""
 
-    # If positive, features have this length in queries, and 1 in keys, as those of UnitMap. Unlike ``units`` elsewhere,
-    # it has nothing to do with the pairs and features that decay. The operator's schema has the name.
-    unit: float = 0.0
+    # That of a UnitMap whose activation is ``feature_map``: features have this length in queries, and 1 in keys. 0: the
+    # map is ``feature_map`` alone.
+    query_factor: float = 0.0
 
     theta_turns: Tensor | None = None  # (axes, g or 1, pairs) int64: theta in 2^-64 turns per position
     layout: str = "interleaved"  # how features pair up to rotate; or "half"

@@ -18,6 +18,7 @@ from linrope.recurrence.call import Call
 from tests.support.oracle import randoms
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+UNIT: dict[str, Any] = {"feature_map": "unit", "normalize": False}
 HOWS: dict[str, dict[str, Any]] = {
     "plain": {},
     "blocks with a saved state": {"n": 600},
@@ -30,7 +31,11 @@ HOWS: dict[str, dict[str, Any]] = {
     "write": {"write": True},
     "a mask": {"mask": True, "write": True},
     "more values": {"keys": 2, "gates": (4,)},
-    "unit": {"feature_map": "unit", "normalize": False},
+    "unit": UNIT,
+    "erase": {"erase": True, "write": True, "n": 600, **UNIT},
+    "erase, a state": {"erase": True, "gates": (4,), "return_state": True, **UNIT},
+    "erase, more values": {"erase": True, "keys": 2, "gates": (4,), "write": True, **UNIT},
+    "erase, a gate per unit": {"erase": True, "gates": (1, 8), "return_state": True, "n": 300, **UNIT},
 }
 
 
@@ -46,6 +51,7 @@ def problem(
     keys: int = 4,
     gates: tuple[int, ...] | None = None,
     write: bool = False,
+    erase: bool = False,
     mask: bool = False,
     dtype: torch.dtype = torch.float32,
     **how: Any,
@@ -61,6 +67,8 @@ def problem(
         how["log_decay"] = how["log_decay"].to(dtype)
     if write:
         how["write"] = torch.rand(2, n, 1, generator=draw).to(dtype)
+    if erase:
+        how["erase"] = torch.rand(2, n, 4, generator=draw).to(dtype)
     if mask:
         how["key_mask"] = torch.rand(2, n, generator=draw) < 0.7
     return how

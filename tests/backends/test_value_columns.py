@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from linrope import LinearAttentionState, Rotary, linear_rope_attention
-from linrope.backends import native, value_columns
+from linrope.backends import native, steady, value_columns
 from linrope.recurrence.call import Call
 from tests.support.oracle import randoms
 
@@ -37,13 +37,15 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             found.append(value_columns.parts_of(call))
         return found[-1]
 
-    monkeypatch.setattr(native, "parts_of", parts_of)
+    for module in (native, steady):
+        monkeypatch.setattr(module, "parts_of", parts_of)
     return found
 
 
 def whole(monkeypatch: pytest.MonkeyPatch, call: Any) -> Any:
     with monkeypatch.context() as patch:
-        patch.setattr(native, "parts_of", lambda call: 1)
+        for module in (native, steady):
+            patch.setattr(module, "parts_of", lambda call: 1)
         return call()
 
 
@@ -86,14 +88,17 @@ def test_bits_do_not_depend_on_the_cut(case: str, cuts: list[int], monkeypatch: 
 
 def test_rows_of_a_pool(cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = tokens(2, 1, 1) | {"return_state": True}
-    _, pool = linear_rope_attention(**{name: x.repeat(2, *[1] * (x.ndim - 1)) if isinstance(x, Tensor) else x
-                                       for name, x in inputs.items()})  # fmt: skip
+    twice = {
+        name: x.repeat(2, *[1] * (x.ndim - 1)) if isinstance(x, Tensor) else x for name, x in inputs.items()
+    }
+    pool: LinearAttentionState = linear_rope_attention(**twice)[1]
+    equal(pool, whole(monkeypatch, lambda: linear_rope_attention(**twice))[1])
     other, slots = pool.clone(), torch.tensor([3, 0])
     out, _ = linear_rope_attention(**inputs, state=pool.at(slots))
     expected, _ = whole(monkeypatch, lambda: linear_rope_attention(**inputs, state=other.at(slots)))
     assert torch.equal(out, expected)
     equal(pool, other)
-    assert cuts == [2, 1, 2, 1]
+    assert cuts == [2, 2, 1, 2, 1]  # a call without a state is asked before it becomes that of a backend
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ TESTS: dict[str, tuple[str, ...]] = {
             "tests/recurrence/test_state.py",
             f"{B}/test_numerics.py",
         )
-        for name in ("attend", "plan", "positions")
+        for name in ("attend", "map_facts", "plan", "positions")
     },
     "linrope/operation/checks.py": (*CHECKS, *OPERATION),
     "linrope/recurrence/state.py": (

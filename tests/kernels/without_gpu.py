@@ -116,7 +116,7 @@ def call_of(
     )  # fmt: skip
     if not erase:
         return replace(call, normalize=not by_unit)
-    return replace(call, feature_map="silu", unit=1.0, normalize=False, write=gates, erase=gates)
+    return replace(call, feature_map="silu", query_factor=1.0, normalize=False, write=gates, erase=gates)
 
 
 def one_token(call: Call) -> Call:

@@ -367,12 +367,14 @@ def _replace(family: str, target: _Target) -> None:
 
 
 def _replacement(original: _Function, ours: _Function, why_not: Callable[..., str | None]) -> _Function:
-    accepted = set(inspect.signature(ours).parameters)
+    accepted = inspect.signature(ours).parameters.keys()
     full_name = f"{original.__module__}: {original.__qualname__}"
 
     @wraps(original)
     def call(*arguments: Any, **options: Any) -> Any:
-        known = {name: x for name, x in options.items() if name in accepted}
+        known = options
+        if not options.keys() <= accepted:
+            known = {name: x for name, x in options.items() if name in accepted}
         reason = why_not(*arguments, **known)
         if reason is None:
             return ours(*arguments, **known)

@@ -91,12 +91,9 @@ def recording_layer() -> Any:
 
 
 def record(
-    before: Tensor | None, swapped: bool, tokens: Mapping[str, Tensor | None], **constants: Any
+    layer: Any, before: Tensor | None, swapped: bool, tokens: Mapping[str, Tensor | None], **constants: Any
 ) -> None:
-    """Records the tokens of a call, if a cache records it. Gradients are not: the backward pass needs the states."""
-    layer = recording_layer()
-    if layer is None:
-        return
+    """Records the tokens of a call of ``recording_layer()``, unless a backward pass will need the states."""
     given = {name: x for name, x in tokens.items() if x is not None}
     if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
         return
@@ -134,9 +131,11 @@ def forward_of_mixer(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:
-        given = (*(options.get(name) for name in CACHES), *arguments)
-        cache = next((x for x in given if hasattr(x, "layers")), None)
-        layer = None if cache is None else cache.layers[self.layer_idx]
+        layer = None
+        for x in (*[options.get(name) for name in CACHES], *arguments):
+            if hasattr(x, "layers"):
+                layer = x.layers[self.layer_idx]
+                break
         if not getattr(layer, "record_past", False):
             return original(self, *arguments, **options)
         token = _layer.set(layer)

@@ -94,8 +94,10 @@ def attend(
 def _record(
     before: Tensor | None, k: Tensor, v: Tensor, gates: Gates, swapped: bool, feature_map: FeatureMap | None
 ) -> None:
+    if (layer := recording_layer()) is None:
+        return
     per_token = {"k": k, "v": v, "log_decay": gates.log_decay, "write": gates.write, "erase": gates.erase}
-    record(before, swapped, per_token, decay=gates.decay, feature_map=feature_map)
+    record(layer, before, swapped, per_token, decay=gates.decay, feature_map=feature_map)
 
 
 def _in_one_row(x: Tensor) -> Tensor:
