@@ -18,13 +18,13 @@ from transformers.generation import GenerationMixin
 from linrope.backends import native
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers.past import LONGEST
-from tests.support.families import CACHE, CONFIGURATIONS, cache_of, model, relative, tokens
+from tests.support.families import CACHE, TESTED, cache_of, model, relative, tokens
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 # The older Inkling loses its convolutions' past, and an older generate() finds no cache in Mamba-2.
 OLD = Version(transformers.__version__) < Version("5.24")
 BROKEN = ("inkling", "mamba2") if OLD else ()
-RUN = [x for x in CONFIGURATIONS if x not in ("minimax", *BROKEN)]
+RUN = [x for x in TESTED if x not in ("minimax", *BROKEN)]
 every_family = pytest.mark.parametrize("family", RUN)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

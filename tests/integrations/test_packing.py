@@ -10,7 +10,7 @@ from torch import Tensor
 from linrope.backends import native
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers import mamba2, refusals, shared
-from tests.support.families import CACHE, CONFIGURATIONS, model, relative, tokens
+from tests.support.families import CACHE, CONFIGURATIONS, TESTED, model, relative, tokens
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
@@ -53,7 +53,7 @@ PACKABLE: dict[str, dict[str, Any]] = {
 
 
 # Inkling's layers do not tell their convolutions
-FAMILIES = [name for name in CONFIGURATIONS if name != "inkling"]
+FAMILIES = [name for name in TESTED if name != "inkling"]
 
 
 def packable(family: str) -> Any:
@@ -65,15 +65,10 @@ def separate(net: Any, ids: Tensor) -> Tensor:
 
 
 SAID = [*((way, False) for way in WAYS), ("seq_idx", True), ("everything", True)]
-# Each family has a third of the ways, and families with the same layers together have all. make test-long has the rest.
-FAMILIES_AND_WAYS = [
-    pytest.param(family, *said, marks=() if (i + j) % 3 == 0 or family == "minimax" else pytest.mark.long)
-    for i, family in enumerate(FAMILIES)
-    for j, said in enumerate(SAID)
-]
 
 
-@pytest.mark.parametrize(("family", "way", "training"), FAMILIES_AND_WAYS)
+@pytest.mark.parametrize(("way", "training"), SAID)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_sequences_have_their_own_logits_and_gradients(family: str, way: str, training: bool) -> None:
     ids, net = tokens(1, 20), packable(family).train(training)
     weights = torch.randn(1, 20, 97, generator=torch.Generator().manual_seed(0))
@@ -102,7 +97,7 @@ def test_several_packed_rows(family: str) -> None:
     assert relative(got, torch.cat((torch.cat(alone[:2], 1), alone[2]))) < 2e-6
 
 
-@pytest.mark.parametrize("family", CONFIGURATIONS)
+@pytest.mark.parametrize("family", TESTED)
 @torch.no_grad()
 def test_rows_of_one_sequence_are_not_packed(family: str) -> None:
     ids, net = tokens(2, 20), model(family)
@@ -152,14 +147,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "case"),
-    [
-        pytest.param(family, case, marks=() if (i + j) % 3 == 0 else pytest.mark.long)
-        for i, family in enumerate(CONFIGURATIONS)
-        for j, case in enumerate(REFUSED)
-    ],
-)
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("family", TESTED)
 def test_what_cannot_be_kept_apart_is_an_error(family: str, case: str) -> None:
     options, message = REFUSED[case]
     with linrope_transformers.enable(family), pytest.raises(ValueError, match=message):
@@ -167,7 +156,7 @@ def test_what_cannot_be_kept_apart_is_an_error(family: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("way", [SEQ_IDX, POSITIONS], ids=["seq_idx", "positions"])
-@pytest.mark.parametrize("family", CONFIGURATIONS)
+@pytest.mark.parametrize("family", TESTED)
 @torch.no_grad()
 def test_packed_sequences_after_a_cache_are_an_error(family: str, way: dict[str, Any]) -> None:
     net = model(family)
@@ -194,11 +183,10 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", [name for name in MIXES if name in CONFIGURATIONS])
-def test_a_model_that_mixes_packed_sequences_elsewhere_says_so(family: str, way: str) -> None:
+def test_a_model_that_mixes_packed_sequences_elsewhere_says_so(family: str) -> None:
     with linrope_transformers.enable(family), pytest.raises(ValueError, match=MIXES[family]):
-        model(family)(tokens(1, 20), **WAYS[way])
+        model(family)(tokens(1, 20), **SEQ_IDX)
 
 
 @pytest.mark.skipif("qwen3_5" not in CONFIGURATIONS, reason="this transformers lacks Qwen3.5")

@@ -21,6 +21,7 @@ from linrope.operation.plan import forget_plans
 from tests.support.families import (
     CACHE,
     CONFIGURATIONS,
+    TESTED,
     assert_as_exact,
     both,
     cache_of,
@@ -30,12 +31,11 @@ from tests.support.families import (
     tokens,
 )
 
-IN_PLACE = [name for name in CONFIGURATIONS if name != "minimax"]
-every_family = pytest.mark.parametrize("family", CONFIGURATIONS)
+IN_PLACE = [name for name in TESTED if name != "minimax"]
 NEW = Version(transformers.__version__) >= Version("5.23")
 OLD = pytest.mark.skipif(not NEW, reason="its own Falcon-H1 with a cache raises")
 every_family_with_a_cache = pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=OLD) if name == "falcon_h1" else name for name in CONFIGURATIONS]
+    "family", [pytest.param(name, marks=OLD) if name == "falcon_h1" else name for name in TESTED]
 )
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
@@ -75,8 +75,9 @@ def test_the_gpu_s_kernels_train_and_generate(family: str) -> None:
     assert torch.equal(ours, theirs)
 
 
-@every_family
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    ("family", "training"), [*((x, True) for x in CONFIGURATIONS), *((x, False) for x in TESTED)]
+)
 def test_logits_and_gradients(family: str, training: bool) -> None:
     assert_trains_alike(family, model(family).train(training), tokens(2, 50))
 
@@ -322,16 +323,17 @@ def test_gradient_checkpointing_ends_inside_the_with_block(family: str) -> None:
         late.backward()
 
 
+NO_OUT_PROJ = ("mamba2", "falcon_h1", "nemotron_h")  # PEFT rejects these families' out_proj
+
+
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 )  # peft asks for it
 @pytest.mark.parametrize(
-    ("family", "left_out"),
-    [(name, None) for name in ("granitemoehybrid", "kimi_linear", "qwen3_5")]
-    # PEFT rejects these families' out_proj
-    + [(name, ["out_proj"]) for name in ("mamba2", "falcon_h1", "nemotron_h")],
+    "family", [x for x in (*NO_OUT_PROJ, "granitemoehybrid", "kimi_linear", "qwen3_5") if x in TESTED]
 )
-def test_lora(family: str, left_out: list[str] | None) -> None:
+def test_lora(family: str) -> None:
+    left_out = ["out_proj"] if family in NO_OUT_PROJ else None
     config = peft.LoraConfig(target_modules="all-linear", exclude_modules=left_out)
     net = peft.get_peft_model(model(family), config)
     for name, x in net.named_parameters():

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,9 @@ CONFIGURATIONS = {
     for family, (kind, options) in _CONFIGURATIONS.items()
     if hasattr(transformers, kind)
 }
+# One family for each set of functions that linrope replaces. make test-newest has all of them.
+_EACH_SET = ("mamba2", "minimax", "qwen3_5", "kimi_linear", "lfm2")
+TESTED = [x for x in CONFIGURATIONS if x in _EACH_SET or os.environ.get("TEST_FAMILIES") == "all"]
 
 
 def model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:

@@ -43,11 +43,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling, "may_pad", padding.may_pad)
 
 
-@pytest.mark.parametrize("options", LINEAR.values(), ids=LINEAR)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("kind", "padded"), [*((kind, True) for kind in LINEAR), ("gated", False)])
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_tokens_and_cache(options: dict[str, Any], padded: bool, recorders: list[Recorder]) -> None:
-    model, ids = causal_lm(**options), tokens(2, 9)
+def test_tokens_and_cache(kind: str, padded: bool, recorders: list[Recorder]) -> None:
+    model, ids = causal_lm(**LINEAR[kind]), tokens(2, 9)
     mask = torch.ones_like(ids)
     if padded:
         ids[0, :4], mask[0, :4] = 0, 0

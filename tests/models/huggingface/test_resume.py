@@ -15,7 +15,7 @@ from tests.models.huggingface.tiny import KINDS, causal_lm, filled_cache, tokens
 SEEN, NEW = 7, 4  # tokens in the cache, and tokens that it has not seen
 
 
-@pytest.fixture(params=["linear", "hybrid", "gated"])
+@pytest.fixture(params=["hybrid", "gated"])
 def model(request: pytest.FixtureRequest) -> LinRopeForCausalLM:
     return causal_lm(**KINDS[request.param])
 
@@ -91,7 +91,7 @@ def test_a_first_call_needs_a_mask_of_the_inputs_or_none(model: LinRopeForCausal
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", ["linear", "hybrid", "decay", "gated"])
+@pytest.mark.parametrize("kind", ["hybrid", "decay", "gated"])
 @torch.no_grad()
 def test_rows_go_on_from_a_padded_cache_with_a_whole_mask_or_none(kind: str, side: str) -> None:
     """States count tokens without padding, and full attention keeps its mask: none is needed.
