@@ -280,7 +280,7 @@ def test_a_delta_rule_over_70_000_tokens_equals_its_pieces_and_transformers(fami
         )
 
     assert_pieces_equal_the_whole(call)
-    chunk = next(name for name in families._FUNCTIONS[family] if "chunk" in name)
+    chunk = next(name for name in families.FUNCTIONS[family] if "chunk" in name)
     theirs = getattr(modeling(family), chunk)
     expected = theirs(**inputs, output_final_state=True, use_qk_l2norm_in_kernel=True)
     for got, x in zip(call(slice(None), None), expected, strict=True):

@@ -286,4 +286,4 @@ def test_packed_scan_and_convolution(by: str) -> None:
 
 def test_rows_of_a_packed_batch_stay_apart() -> None:
     numbers = torch.tensor([[0, 0, 1], [1, 1, 1]])
-    assert shared.packed_bounds(numbers).tolist() == [0, 2, 3, 6]  # type: ignore[union-attr]
+    assert shared.packed_bounds(numbers).tolist() == [0, 2, 3, 6]
