@@ -10,7 +10,7 @@ from torch import Tensor
 from linrope.backends import native
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers import mamba2, refusals, shared
-from tests.support.families import CACHE, CONFIGURATIONS, TESTED, model, relative, tokens
+from tests.support.families import CACHE, CONFIGURATIONS, TESTED, model, recurrent_layer, relative, tokens
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
@@ -219,11 +219,11 @@ def test_a_refused_function_does_not_mix_packed_sequences() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["mamba2", *(pytest.param(name, marks=pytest.mark.long) for name in ("bamba", "qwen3_5", "kimi_linear"))],
+    ["qwen3_5", *(pytest.param(name, marks=pytest.mark.long) for name in ("mamba2", "kimi_linear"))],
 )
 @torch.no_grad()
 def test_a_compiled_model_takes_positions_without_a_break_and_checks_them(family: str) -> None:
-    ids, net = tokens(1, 20), packable(family)
+    ids, net = tokens(1, 20), recurrent_layer(family)
     with linrope_transformers.enable(family):
         torch._dynamo.reset()
         compiled = torch.compile(net, dynamic=False, fullgraph=True, backend="aot_eager")

@@ -144,6 +144,14 @@ def model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn
     return made.to(dtype).eval()
 
 
+def recurrent_layer(family: str) -> nn.Module:
+    """A model of one recurrent layer, for compilers, whose time is that of the layers."""
+    options = {} if family == "mamba2" else {"layer_types": ["linear_attention"]}
+    if "mlp_layer_types" in CONFIGURATIONS[family][1]:
+        options["mlp_layer_types"] = ["dense"]
+    return model(family, num_hidden_layers=1, **options)
+
+
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
