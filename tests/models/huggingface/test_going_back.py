@@ -71,7 +71,7 @@ def test_drafts_give_the_tokens_of_greedy_search(kind: str, monkeypatch: pytest.
     crop = LinRopeCache.crop
     monkeypatch.setattr(LinRopeCache, "crop", lambda self, count: crops.append(count) or crop(self, count))
     for given in ({}, {"attention_mask": mask}):
-        options: dict[str, Any] = {**GREEDY, **given, "max_new_tokens": 20}
+        options: dict[str, Any] = {**GREEDY, **given, "max_new_tokens": 12}
         expected = model.generate(prompt, **options)
         for x in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft}):
             assert torch.equal(model.generate(prompt, **options, **x), expected)
