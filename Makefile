@@ -93,15 +93,15 @@ test-lowest:
 	$(LOWEST)/bin/python kernels/cpu/build.py
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(LOWEST)/bin/python -m pytest -n auto --dist loadgroup -W ignore::DeprecationWarning
 
-# make test with what pip installs today: pyproject.toml's ranges and no constraints. TESTS= names the tests to run. A
-# failure ends with the releases that differ from constraints.txt. PyTorch may be a build for CUDA, of some gigabytes.
+# make test with what pip installs today: pyproject.toml's ranges and no constraints. It tests all families of transformers'
+# models in full, of which make test takes one for each set of functions. TESTS= names the tests to run. A failure ends with the releases that differ from constraints.txt. PyTorch may be a build for CUDA, of some gigabytes.
 NEWEST := build/newest
 TESTS :=
 test-newest:
 	$(PYTHON) -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	$(NEWEST)/bin/python kernels/cpu/build.py --if-changed
-	$(NEWEST)/bin/python -m pytest -n auto --dist loadgroup $(TESTS)
+	TEST_FAMILIES=all $(NEWEST)/bin/python -m pytest -n auto --dist loadgroup $(TESTS)
 
 # linrope.integrations.fla beside fla's own signatures and naive functions. fla lies in a folder of its own: where it is
 # installed, transformers calls its Triton kernels even on a CPU, and raises.

@@ -26,6 +26,17 @@ def as_markdown(text: str) -> str:
 
 
 class DocstringExamples(griffe.Extension):
+    def on_module(self, *, mod: Any, **_: Any) -> None:
+        """Replaces what the source says of functions that a table makes, by what Python says."""
+        if mod.path != "linrope.integrations.fla.functions":
+            return
+        parser = {"docstring_parser": mod.docstring.parser, "docstring_options": mod.docstring.parser_options}
+        for name, function in griffe.inspect(mod.path, **parser).functions.items():
+            source = mod.members.get(name)
+            if isinstance(source, griffe.Attribute):
+                function.lineno = source.lineno  # the order on the page
+                mod.set_member(name, function)
+
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)

@@ -181,6 +181,9 @@ def test_a_changed_signature_is_an_error_that_names_it(monkeypatch: pytest.Monke
     monkeypatch.delattr(module, "mamba2_chunk_scan")
     with pytest.raises(RuntimeError, match="zamba2 has no mamba2_chunk_scan"):
         linrope_transformers.enable("zamba2")
+    monkeypatch.delattr(modeling("minimax"), "MiniMaxLightningAttention")
+    with pytest.raises(RuntimeError, match=r"minimax has no MiniMaxLightningAttention\.forward"):
+        linrope_transformers.enable("minimax")
 
 
 def break_family(monkeypatch: pytest.MonkeyPatch, how: str) -> None:

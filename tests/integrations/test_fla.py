@@ -1,6 +1,7 @@
 """linrope.integrations.fla: beside the recurrences in float64, and beside fla's own signatures and naive functions."""
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -73,32 +74,19 @@ NORM = ({"use_qk_l2norm_in_kernel": True}, {"unit": True})
 GROUPED = {"value_heads": 2 * H}
 NORMALIZED = ({"normalize": True}, {"normalize": True})
 CASES = {
-    "linear": Case(fla.chunk_linear_attn, (), {"normalize": False}),
-    "linear, fused": Case(
-        fla.fused_chunk_linear_attn, (), {"normalize": False, "scale": 0.5}, {"scale": 0.5}
-    ),
-    "linear, recurrent": Case(fla.fused_recurrent_linear_attn),
+    "linear": Case(fla.chunk_linear_attn, (), {"normalize": False, "scale": 0.5}, {"scale": 0.5}),
     "normalized": Case(fla.chunk_linear_attn, (), *NORMALIZED),
-    "normalized, recurrent": Case(fla.fused_recurrent_linear_attn, (), *NORMALIZED),
     "retention": Case(fla.chunk_retention, (), {}, {"retnet": True}),
-    "retention, fused": Case(fla.fused_chunk_retention, (), {}, {"retnet": True}),
-    "retention, recurrent": Case(fla.fused_recurrent_retention, (), {}, {"retnet": True}),
     "simple": Case(fla.chunk_simple_gla, ("g",)),
     "simple, fixed": Case(fla.chunk_simple_gla, ("g_gamma",), {"scale": 1.0}, {"scale": 1.0}),
-    "simple, fused": Case(fla.fused_chunk_simple_gla, ("g",)),
-    "simple, recurrent": Case(fla.fused_recurrent_simple_gla, ("g",)),
     "gla": Case(fla.chunk_gla, ("gk as g",)),
-    "gla, recurrent": Case(fla.fused_recurrent_gla, ("gk",)),
     "delta": Case(fla.chunk_delta_rule, ("beta",), *NORM),
     "delta, keys as they are": Case(fla.chunk_delta_rule, ("beta",)),
-    "delta, recurrent": Case(fla.fused_recurrent_delta_rule, ("beta",), *NORM),
     "gated delta": Case(fla.chunk_gated_delta_rule, ("g", "beta"), *NORM),
     "gated delta, grouped": Case(fla.chunk_gdn, ("g", "beta"), *NORM, **GROUPED),
-    "gated delta, recurrent": Case(fla.fused_recurrent_gdn, ("g", "beta"), *NORM, **GROUPED),
     "gated delta, per feature": Case(fla.fused_recurrent_gated_delta_rule, ("g", "gk", "beta"), *NORM),
     "kda": Case(fla.chunk_kda, ("gk as g", "beta"), *NORM),
     "kda, grouped": Case(fla.chunk_kda, ("gk as g", "beta"), *NORM, **GROUPED),
-    "kda, recurrent": Case(fla.fused_recurrent_kda, ("gk as g", "beta"), *NORM),
 }
 cases = pytest.mark.parametrize("name", CASES)
 
@@ -178,6 +166,16 @@ def test_each_function_is_its_recurrence_with_all_gradients(name: str) -> None:
     got, want = gradients(ours, inputs), gradients(theirs, inputs)
     for key in inputs:
         assert_close(got[key], want[key], rtol=1e-9, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", fla.__all__)
+def test_the_other_functions_of_a_recurrence_compute_the_same(name: str) -> None:
+    recurrence = re.sub("^(fused_)?(chunk|recurrent)_", "", name).replace("gdn", "gated_delta_rule")
+    case = next(x for x in CASES.values() if x.function.__name__ == f"chunk_{recurrence}")
+    inputs = made(case, torch.float32)
+    renamed = {"gk" if (key, name) == ("g", "fused_recurrent_gla") else key: x for key, x in inputs.items()}
+    got = call(case._replace(function=getattr(fla, name)), renamed)
+    assert all(map(torch.equal, results(*got), results(*call(case, inputs))))
 
 
 @cases
@@ -261,9 +259,7 @@ def test_the_kernels_of_the_cpu_run_them(name: str, monkeypatch: pytest.MonkeyPa
     assert chosen == [native]
 
 
-@pytest.mark.parametrize(
-    "name", ["simple", "simple, recurrent", "gla", "gla, recurrent", "gated delta", "kda"]
-)
+@pytest.mark.parametrize("name", ["simple", "gla", "gated delta", "kda"])
 def test_states_with_values_first(name: str) -> None:
     case = CASES[name]
     inputs = made(case, torch.float64)
@@ -305,13 +301,15 @@ def test_beta_is_1_if_none() -> None:
     ones = inputs | {"beta": torch.ones_like(inputs["beta"])}
     want = expected(CASES["gated delta, grouped"], ones)
     del inputs["beta"]
-    assert_close(call(CASES["gated delta, recurrent"], inputs), want)
+    single = {"function": fla.fused_recurrent_gdn}
+    assert_close(call(CASES["gated delta, grouped"]._replace(**single), inputs), want)
     del inputs["g"]
     inputs["v"], inputs["initial_state"] = inputs["v"][:, :, :H], inputs["initial_state"][:, :H]
     want = recurrence(
         *(inputs[x] for x in "qkv"), beta=torch.ones(B, N, H), h=inputs["initial_state"], unit=True
     )
-    assert_close(call(CASES["delta, recurrent"], inputs), want)
+    single = {"function": fla.fused_recurrent_delta_rule}
+    assert_close(call(CASES["delta"]._replace(**single), inputs), want)
 
 
 def test_half_precision_states_are_widened() -> None:
@@ -413,9 +411,26 @@ def test_types_are_refused_by_name() -> None:
         ({"scale": "x"}, "^scale="),
     ):
         with pytest.raises(TypeError, match=message):
-            fla.chunk_gated_delta_rule(q4, q4, q4, -g3, g3, **options)  # type: ignore[arg-type]
+            fla.chunk_gated_delta_rule(q4, q4, q4, -g3, g3, **options)
     with pytest.raises(TypeError, match=r"^v: got list"):
-        fla.chunk_retention(q4, q4, [1])  # type: ignore[arg-type]
+        fla.chunk_retention(q4, q4, [1])
+
+
+@pytest.mark.parametrize(
+    ("function", "positional", "options", "message"),
+    [
+        (fla.chunk_gla, (q4, q4, q4), {}, r"^chunk_gla\(\) missing a required argument: 'g'"),
+        (fla.chunk_gla, (q4, q4, q4, q4), {"g": q4}, r"^chunk_gla\(\) multiple values for argument 'g'"),
+        (fla.chunk_gla, (q4, q4, q4, q4), {"colour": 1}, r"^chunk_gla\(\) got an unexpected .* 'colour'"),
+        (fla.fused_chunk_simple_gla, (q4,) * 10, {}, r"^fused_chunk_simple_gla\(\) too many positional"),
+        (fla.chunk_gated_delta_rule, (q4, q4, q4, -g3, g3), {"gk": -q4}, "^gk: unknown argument"),
+    ],
+)
+def test_a_call_that_does_not_fit_the_signature_is_refused(
+    function: Callable[..., Any], positional: tuple[Tensor, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        function(*positional, **options)
 
 
 @pytest.fixture(scope="module")
@@ -448,7 +463,7 @@ def naive(name: str, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     head_first = {x: inputs[x].transpose(1, 2) for x in ("q", "k", "v", "beta") if x in inputs}
     state = {"initial_state": inputs["initial_state"], "output_final_state": True}
     if name == "linear":
-        return linear.naive_recurrent_linear_attn(**inputs, output_final_state=True)
+        return linear.naive_recurrent_linear_attn(**inputs, scale=0.5, output_final_state=True)
     if name == "normalized":
         tokens = {x: inputs[x] for x in "qkv"}
         start = (inputs["initial_state"], inputs["z"])
@@ -459,7 +474,8 @@ def naive(name: str, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         return retention.naive_retention(**head_first).transpose(1, 2), None
     if name == "simple":
         return simple.naive_recurrent_simple_gla(**inputs)
-    if name == "gla, recurrent":
+    if name == "gla":
+        inputs["gk"] = inputs.pop("g")
         return gla.naive_recurrent_gla(**inputs, output_final_state=True)
     if name == "delta, keys as they are":
         o, h = delta.delta_rule_recurrence(**head_first, **state)
@@ -472,8 +488,8 @@ def naive(name: str, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
 @pytest.mark.parametrize(
     "name",
     [
-        "linear", "normalized", "retention", "simple", "gla, recurrent", "delta, keys as they are", "gated delta",
-        "kda", "kda, grouped",
+        "linear", "normalized", "retention", "simple", "gla", "delta, keys as they are", "gated delta", "kda",
+        "kda, grouped",
     ],
 )  # fmt: skip
 def test_results_and_gradients_are_those_of_fla_s_naive_functions(name: str, theirs: ModuleType) -> None:

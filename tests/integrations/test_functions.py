@@ -11,7 +11,7 @@ from linrope.backends import native
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers import delta_rule, families, mamba2, minimax, shared
 from tests.support.families import (
-    CONFIGURATIONS,
+    TESTED,
     assert_as_exact,
     cache_of,
     exactly,
@@ -115,7 +115,7 @@ def in_two_pieces(net: Any, ids: Tensor, weights: Tensor, *, learn_first: bool) 
     return gradients_of(net)
 
 
-@pytest.mark.parametrize("family", CONFIGURATIONS)
+@pytest.mark.parametrize("family", TESTED)
 def test_gradients_behind_a_cache(family: str, falcon_h1_has_a_cache: bool) -> None:
     """As exact as one call over all tokens; and as transformers', if the tokens in the cache have no gradients.
 
@@ -137,7 +137,7 @@ def test_gradients_behind_a_cache(family: str, falcon_h1_has_a_cache: bool) -> N
             assert not expected.any() or relative(behind[name], expected) < 2e-5, name
 
 
-@pytest.mark.parametrize("family", CONFIGURATIONS)
+@pytest.mark.parametrize("family", TESTED)
 def test_gradients_of_single_tokens_on_a_cache(family: str, falcon_h1_has_a_cache: bool) -> None:
     """Each step overwrites the cache that the step before it has read."""
     if family == "falcon_h1" and not falcon_h1_has_a_cache:
@@ -280,7 +280,7 @@ def test_a_delta_rule_over_70_000_tokens_equals_its_pieces_and_transformers(fami
         )
 
     assert_pieces_equal_the_whole(call)
-    chunk = next(name for name in families._FUNCTIONS[family] if "chunk" in name)
+    chunk = next(name for name in families.FUNCTIONS[family] if "chunk" in name)
     theirs = getattr(modeling(family), chunk)
     expected = theirs(**inputs, output_final_state=True, use_qk_l2norm_in_kernel=True)
     for got, x in zip(call(slice(None), None), expected, strict=True):

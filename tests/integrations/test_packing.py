@@ -10,7 +10,7 @@ from torch import Tensor
 from linrope.backends import native
 from linrope.integrations import transformers as linrope_transformers
 from linrope.integrations.transformers import mamba2, refusals, shared
-from tests.support.families import CACHE, CONFIGURATIONS, model, relative, tokens
+from tests.support.families import CACHE, CONFIGURATIONS, TESTED, model, recurrent_layer, relative, tokens
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
@@ -53,7 +53,7 @@ PACKABLE: dict[str, dict[str, Any]] = {
 
 
 # Inkling's layers do not tell their convolutions
-FAMILIES = [name for name in CONFIGURATIONS if name != "inkling"]
+FAMILIES = [name for name in TESTED if name != "inkling"]
 
 
 def packable(family: str) -> Any:
@@ -65,15 +65,10 @@ def separate(net: Any, ids: Tensor) -> Tensor:
 
 
 SAID = [*((way, False) for way in WAYS), ("seq_idx", True), ("everything", True)]
-# Each family has a third of the ways, and families with the same layers together have all. make test-long has the rest.
-FAMILIES_AND_WAYS = [
-    pytest.param(family, *said, marks=() if (i + j) % 3 == 0 or family == "minimax" else pytest.mark.long)
-    for i, family in enumerate(FAMILIES)
-    for j, said in enumerate(SAID)
-]
 
 
-@pytest.mark.parametrize(("family", "way", "training"), FAMILIES_AND_WAYS)
+@pytest.mark.parametrize(("way", "training"), SAID)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_sequences_have_their_own_logits_and_gradients(family: str, way: str, training: bool) -> None:
     ids, net = tokens(1, 20), packable(family).train(training)
     weights = torch.randn(1, 20, 97, generator=torch.Generator().manual_seed(0))
@@ -102,7 +97,7 @@ def test_several_packed_rows(family: str) -> None:
     assert relative(got, torch.cat((torch.cat(alone[:2], 1), alone[2]))) < 2e-6
 
 
-@pytest.mark.parametrize("family", CONFIGURATIONS)
+@pytest.mark.parametrize("family", TESTED)
 @torch.no_grad()
 def test_rows_of_one_sequence_are_not_packed(family: str) -> None:
     ids, net = tokens(2, 20), model(family)
@@ -152,14 +147,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "case"),
-    [
-        pytest.param(family, case, marks=() if (i + j) % 3 == 0 else pytest.mark.long)
-        for i, family in enumerate(CONFIGURATIONS)
-        for j, case in enumerate(REFUSED)
-    ],
-)
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("family", TESTED)
 def test_what_cannot_be_kept_apart_is_an_error(family: str, case: str) -> None:
     options, message = REFUSED[case]
     with linrope_transformers.enable(family), pytest.raises(ValueError, match=message):
@@ -167,7 +156,7 @@ def test_what_cannot_be_kept_apart_is_an_error(family: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("way", [SEQ_IDX, POSITIONS], ids=["seq_idx", "positions"])
-@pytest.mark.parametrize("family", CONFIGURATIONS)
+@pytest.mark.parametrize("family", TESTED)
 @torch.no_grad()
 def test_packed_sequences_after_a_cache_are_an_error(family: str, way: dict[str, Any]) -> None:
     net = model(family)
@@ -208,11 +197,10 @@ def test_subclasses_of_a_model_that_mixes_packed_sequences_say_so_too(family: st
         subclassed(model(family))(tokens(1, 20), **SEQ_IDX)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", [name for name in MIXES if name in CONFIGURATIONS])
-def test_a_model_that_mixes_packed_sequences_elsewhere_says_so(family: str, way: str) -> None:
+def test_a_model_that_mixes_packed_sequences_elsewhere_says_so(family: str) -> None:
     with linrope_transformers.enable(family), pytest.raises(ValueError, match=MIXES[family]):
-        model(family)(tokens(1, 20), **WAYS[way])
+        model(family)(tokens(1, 20), **SEQ_IDX)
 
 
 @pytest.mark.skipif("qwen3_5" not in CONFIGURATIONS, reason="this transformers lacks Qwen3.5")
@@ -245,11 +233,11 @@ def test_a_refused_function_does_not_mix_packed_sequences() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["mamba2", *(pytest.param(name, marks=pytest.mark.long) for name in ("bamba", "qwen3_5", "kimi_linear"))],
+    ["qwen3_5", *(pytest.param(name, marks=pytest.mark.long) for name in ("mamba2", "kimi_linear"))],
 )
 @torch.no_grad()
 def test_a_compiled_model_takes_positions_without_a_break_and_checks_them(family: str) -> None:
-    ids, net = tokens(1, 20), packable(family)
+    ids, net = tokens(1, 20), recurrent_layer(family)
     with linrope_transformers.enable(family):
         torch._dynamo.reset()
         compiled = torch.compile(net, dynamic=False, fullgraph=True, backend="aot_eager")
@@ -312,4 +300,4 @@ def test_packed_scan_and_convolution(by: str) -> None:
 
 def test_rows_of_a_packed_batch_stay_apart() -> None:
     numbers = torch.tensor([[0, 0, 1], [1, 1, 1]])
-    assert shared.packed_bounds(numbers).tolist() == [0, 2, 3, 6]  # type: ignore[union-attr]
+    assert shared.packed_bounds(numbers).tolist() == [0, 2, 3, 6]

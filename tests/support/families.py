@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from linrope.integrations import transformers as linrope_transformers
 VOCABULARY = COMMON["vocab_size"][SMALL]
 # The families that this transformers has
 CONFIGURATIONS = [family for family, (kind, _) in FAMILIES.items() if hasattr(transformers, kind)]
+# One family for each set of functions that linrope replaces. make test-newest has all of them.
+_EACH_SET = ("mamba2", "minimax", "qwen3_5", "kimi_linear", "lfm2")
+TESTED = [x for x in CONFIGURATIONS if x in _EACH_SET or os.environ.get("TEST_FAMILIES") == "all"]
 
 
 def model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
@@ -34,6 +38,14 @@ def model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn
             else:
                 x.normal_(std=0.2 if "embed" in name else x[0].numel() ** -0.5)
     return made.to(dtype).eval()
+
+
+def recurrent_layer(family: str) -> nn.Module:
+    """A model of one recurrent layer, for compilers, whose time is that of the layers."""
+    options = {} if family == "mamba2" else {"layer_types": ["linear_attention"]}
+    if "mlp_layer_types" in FAMILIES[family][1]:
+        options["mlp_layer_types"] = ["dense"]
+    return model(family, num_hidden_layers=1, **options)
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:

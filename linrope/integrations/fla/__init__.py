@@ -35,25 +35,23 @@ Source: flash-linear-attention 0.6 (github.com/fla-org/flash-linear-attention), 
 (torch.Size([1, 100, 4, 16]), torch.Size([1, 4, 16, 16]))
 """
 
-from linrope.integrations.fla.delta_rules import (
+from linrope.integrations.fla.functions import (
     chunk_delta_rule,
     chunk_gated_delta_rule,
     chunk_gdn,
-    chunk_kda,
-    fused_recurrent_delta_rule,
-    fused_recurrent_gated_delta_rule,
-    fused_recurrent_gdn,
-    fused_recurrent_kda,
-)
-from linrope.integrations.fla.gated_sums import (
     chunk_gla,
+    chunk_kda,
     chunk_linear_attn,
     chunk_retention,
     chunk_simple_gla,
     fused_chunk_linear_attn,
     fused_chunk_retention,
     fused_chunk_simple_gla,
+    fused_recurrent_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn,
     fused_recurrent_gla,
+    fused_recurrent_kda,
     fused_recurrent_linear_attn,
     fused_recurrent_retention,
     fused_recurrent_simple_gla,

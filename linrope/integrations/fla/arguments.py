@@ -1,22 +1,20 @@
 """fla's arguments as those of ``linear_rope_attention``."""
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from linrope.common.argument_checks import check_numbers
-from linrope.feature_maps import UnitMap
+from linrope.integrations.maps import unit_map
 from linrope.operation.checks import check_tensors
 from linrope.operation.from_sums import state_from_sums
 from linrope.operation.functional import linear_rope_attention
-from linrope.ops.arguments import check_dense, check_shape
 
 _EPS = 1e-10  # what fla adds to a normalizer
-_UNREAD = {"chunk_size", "chunk_indices", "cu_seqlens_cpu", "disable_recompute", "safe_gate", "max_num_seqs"}
-_REFUSED = {
+UNREAD = {"chunk_size", "chunk_indices", "cu_seqlens_cpu", "disable_recompute", "safe_gate", "max_num_seqs"}
+REFUSED = {
     "reverse": "expected False: flip the tokens of all inputs with x.flip(1), and those of o",
     "gv": "expected None: the columns of a value decay alike; per-feature decays, gk, are those of the keys",
     "cp_context": "expected None: linear_rope_attention(.., shard=linrope.distributed.Shard(..)) shards sequences",
@@ -27,19 +25,13 @@ _REFUSED = {
 }
 
 
-def refuse(**arguments: Any) -> None:
-    """Raises for arguments that have no counterpart, and for unknown names among fla's **kwargs."""
-    for name, value in arguments.items():
-        if name not in _UNREAD | _REFUSED.keys():
-            raise TypeError(f"{name}: unknown argument; help(linrope.integrations.fla) lists the known ones")
-        if name in _REFUSED and value is not None and value is not False:
-            got = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{name}: got {got}, {_REFUSED[name]}")
-
-
-@lru_cache(maxsize=64)
-def _unit(head_dim: int, scale: float) -> UnitMap:
-    return UnitMap(head_dim, query_factor=scale)  # one object per size: plans are cached by it
+def refuse(name: str, value: Any) -> None:
+    """Raises for an argument that has no counterpart, and for an unknown name among fla's **kwargs."""
+    if name not in UNREAD | REFUSED.keys():
+        raise TypeError(f"{name}: unknown argument; help(linrope.integrations.fla) lists the known ones")
+    if name in REFUSED and value is not None and value is not False:
+        got = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name}: got {got}, {REFUSED[name]}")
 
 
 def attend(
@@ -53,8 +45,6 @@ def attend(
     cu_seqlens: Tensor | None,
     state_v_first: bool = False,
     g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
-    delta: bool = False,
     beta: Tensor | None = None,
     unit: bool = False,
     normalize: bool = False,
@@ -62,21 +52,15 @@ def attend(
 ) -> tuple[Tensor, Any]:
     """One call of ``linear_rope_attention``: (o, final state or None).
 
-    g_gamma: (H,), in place of g. delta: the delta rule, with a beta of 1 for None. unit: use_qk_l2norm_in_kernel.
-    normalize: both states are (kv, z), with z (N, 1, HV, K). decay_name: fla's name of the decay, for errors.
+    unit: use_qk_l2norm_in_kernel. normalize: both states are (kv, z), with z (N, 1, HV, K). decay_name: fla's name of
+    the decay, for errors.
     """
     check_tensors(q, k, v, causal=True)
-    if g_gamma is not None:
-        check_dense("g_gamma", g_gamma)
-        check_shape("g_gamma", g_gamma, (v.shape[2],))
-        g = g_gamma.expand(1, v.shape[1], -1)
-    if delta and beta is None:
-        beta = v.new_ones(1, v.shape[1], 1)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     check_numbers(scale=scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale={scale}: expected a positive finite number or None")
-    feature_map = _unit(k.shape[-1], float(scale)) if unit else None
+    feature_map = unit_map(k.shape[-1], float(scale)) if unit else None
     state = None
     try:
         if initial_state is not None:
@@ -104,10 +88,11 @@ def attend(
             "z": "initial_state",
             "state": "initial_state",
             "log_decay": decay_name,
+            "write": "beta",
+            "erase": "beta",
         }
         name, colon, rest = str(error).partition(":")
-        name = (names | {"write": "beta", "erase": "beta"}).get(name, name)
-        raise type(error)(name + colon + rest) from error
+        raise type(error)(names.get(name, name) + colon + rest) from error
     if isinstance(result, Tensor):
         return result, None
     out, last = result

@@ -11,21 +11,11 @@ values, of which each of g heads of s features serves the same number.
 Source: Gated DeltaNet, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from linrope.feature_maps.unit import UnitMap
-from linrope.integrations.transformers.shared import Gates, attend, attend_in_place, norm_of_groups
-
-_maps: dict[int, UnitMap] = {}  # by size
-
-
-def _unit_map(size: int) -> UnitMap:
-    if size not in _maps:
-        _maps[size] = UnitMap(size, query_factor=size**-0.5)
-    return _maps[size]
+from linrope.integrations.maps import unit_map
+from linrope.integrations.transformers.shared import Gates, attend, attend_in_place
 
 
 def chunk(
@@ -47,12 +37,14 @@ def chunk(
     q and k (b, n, g, s), v (b, n, h, p), g (b, n, h) or (b, n, h, s), beta (b, n, h), states (b, h, s, p). seq_idx
     (b, n) or cu_seqlens (sequences + 1,) pack sequences into rows; states are then (sequences, h, s, p).
     """
+    wide, size = torch.promote_types(value.dtype, torch.float32), key.shape[-1]
+    beta = beta.to(wide)
     return attend(
         query,
         key,
         value,
-        _gates(value, g, beta),
-        feature_map=_unit_map(key.shape[-1]),
+        Gates(log_decay=g.to(wide), write=beta, erase=beta),
+        feature_map=unit_map(size, size**-0.5),
         before=initial_state,
         return_state=output_final_state,
         seq_idx=seq_idx,
@@ -74,7 +66,7 @@ def recurrent(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The same for few tokens. One token overwrites initial_state, which is the cache's, and returns it."""
-    wide = torch.promote_types(value.dtype, torch.float32)
+    wide, size = torch.promote_types(value.dtype, torch.float32), key.shape[-1]
     if initial_state is None or value.shape[1] != 1 or initial_state.dtype != wide:
         return chunk(
             query,
@@ -87,25 +79,8 @@ def recurrent(
             seq_idx=seq_idx,
             cu_seqlens=cu_seqlens,
         )
-    gates, feature_map = _gates(value, g, beta), _unit_map(key.shape[-1])
+    beta = beta.to(wide)
+    gates = Gates(log_decay=g.to(wide), write=beta, erase=beta)
+    feature_map = unit_map(size, size**-0.5)
     out = attend_in_place(initial_state, query, key, value, gates, feature_map=feature_map, swapped=False)
     return out, initial_state if output_final_state else None
-
-
-def _gates(value: Tensor, g: Tensor, beta: Tensor) -> Gates:
-    wide = torch.promote_types(value.dtype, torch.float32)
-    beta = beta.to(wide)
-    return Gates(log_decay=g.to(wide), write=beta, erase=beta)
-
-
-def norm_forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-    """``forward`` of the classes of gated norms."""
-    return norm_of_groups(
-        hidden_states,
-        self.weight,
-        gate,
-        groups=1,
-        eps=self.variance_epsilon,
-        gate_first=False,
-        activation=self.activation,
-    )

@@ -20,12 +20,11 @@ from linrope.common.private_names import forward_behind_hooks
 from linrope.decode.with_cache import CACHES
 from linrope.integrations.transformers import delta_rule, mamba2, minimax, packing, past, refusals, shared
 
+# Folders of transformers.models
 MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
 GATED_DELTA_NET = ("lara_mini", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp")
 KIMI_DELTA_ATTENTION = ("bailing_hybrid", "glm5_next", "kimi_linear")
 CONVOLUTION = ("inkling", "lfm2", "lfm2_moe", "lfm3")  # alone
-# Folders of transformers.models
-FAMILIES = (*MAMBA2, "minimax", *GATED_DELTA_NET, *KIMI_DELTA_ATTENTION, *CONVOLUTION)
 _MAMBA1 = "its recurrent layers are Mamba-1's, with a decay for each channel and feature"
 _SOFTMAX = "all its attention is softmax; MiniMax's lightning attention is in the family minimax alone"
 # Well-known families, and why
@@ -61,32 +60,36 @@ class _Ours(NamedTuple):
     computes: str | None
 
 
+def _gated_norm(of_mamba2: bool) -> dict[str, _Ours]:
+    function = partial(shared.norm_forward, of_mamba2=of_mamba2)
+    return {"RMSNormGated.forward": _Ours(function, refusals.norm, "gated norm")}
+
+
 _CONVOLUTION = {
     "causal_conv1d_fn": _Ours(shared.causal_conv1d_fn, refusals.convolution, "convolution"),
     "causal_conv1d_update": _Ours(shared.causal_conv1d_update, refusals.update, "convolution"),
 }
-_SCAN = _CONVOLUTION | {
+_SCAN = {
     "mamba2_chunk_scan": _Ours(mamba2.mamba2_chunk_scan, refusals.scan, "scan"),
     "mamba2_selective_state_update": _Ours(mamba2.mamba2_selective_state_update, refusals.step, "step"),
     "mamba2_split_conv1d_scan_combined": _Ours(mamba2.no_combined_kernel, refusals.combined, None),
 }
+_LIGHTNING = {
+    "MiniMaxLightningAttention.forward": _Ours(minimax.forward, refusals.lightning, "lightning attention")
+}
 _CHUNK = _Ours(delta_rule.chunk, refusals.delta_rule, "delta rule")
 _RECURRENT = _Ours(delta_rule.recurrent, refusals.delta_rule, "step")
-_DELTA_RULE = _CONVOLUTION | {
-    "torch_chunk_gated_delta_rule": _CHUNK,
-    "torch_recurrent_gated_delta_rule": _RECURRENT,
-}
-_KIMI = _CONVOLUTION | {
-    "chunk_kimi_delta_attention": _CHUNK,
-    "recurrent_kimi_delta_attention": _RECURRENT,
-}
-# The functions of each family's file, by name
-_FUNCTIONS = (
-    dict.fromkeys(MAMBA2, _SCAN)
-    | dict.fromkeys(GATED_DELTA_NET, _DELTA_RULE)
-    | dict.fromkeys(KIMI_DELTA_ATTENTION, _KIMI)
+_DELTA_RULE = {"torch_chunk_gated_delta_rule": _CHUNK, "torch_recurrent_gated_delta_rule": _RECURRENT}
+_KIMI = {"chunk_kimi_delta_attention": _CHUNK, "recurrent_kimi_delta_attention": _RECURRENT}
+# By family, the functions of its file, and the methods of its classes whose names end so
+FUNCTIONS: dict[str, dict[str, _Ours]] = (
+    dict.fromkeys(MAMBA2, _CONVOLUTION | _SCAN | _gated_norm(of_mamba2=True))
+    | {"minimax": _LIGHTNING}
+    | dict.fromkeys(GATED_DELTA_NET, _CONVOLUTION | _DELTA_RULE | _gated_norm(of_mamba2=False))
+    | dict.fromkeys(KIMI_DELTA_ATTENTION, _CONVOLUTION | _KIMI | _gated_norm(of_mamba2=False))
     | dict.fromkeys(CONVOLUTION, _CONVOLUTION)
 )
+FAMILIES = tuple(FUNCTIONS)
 
 
 class _Replaced(NamedTuple):
@@ -303,15 +306,12 @@ def _targets(family: str) -> list[_Target]:
     classes = {name: x for name, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__}
     models = [x for name, x in classes.items() if name.endswith("Model") and _reads_tokens(x)]
     targets = [_Target(x, "forward", packing.forward_of_model, None) for x in models]
-    if family == "minimax":
-        ours, owner = minimax.forward, module.MiniMaxLightningAttention
-        targets += [_target(owner, "forward", ours, refusals.lightning, "lightning attention")]
-    else:
-        norm = mamba2.norm_forward if family in MAMBA2 else delta_rule.norm_forward
-        norms = [x for name, x in vars(module).items() if name.endswith("RMSNormGated")]
-        targets += [_target(module, name, *function) for name, function in _FUNCTIONS[family].items()]
-        targets += [_target(x, "forward", norm, refusals.norm, "gated norm") for x in norms]
-        targets += [_Target(*x, like=None) for x in past.targets(classes.values())]
+    for name, ours in FUNCTIONS[family].items():
+        end, _, attribute = name.rpartition(".")
+        owners = [x for kind, x in vars(module).items() if kind.endswith(end)] if end else [module]
+        found = [_target(owner, attribute, *ours) for owner in owners]
+        targets += found or [_target(module, name, *ours)]  # which it lacks
+    targets += [_Target(*x, like=None) for x in past.targets(classes.values())]
     if family == "mamba2":
         targets += [_Target(module.Mamba2ForCausalLM, "forward", packing.forward_with_head, None)]
     for target in targets:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.integrations.transformers.shared import Gates, attend, attend_in_place, norm_of_groups
+from linrope.integrations.transformers.shared import Gates, attend, attend_in_place
 from linrope.ops import gated_norm
 
 
@@ -92,20 +92,6 @@ def mamba2_selective_state_update(
 
 def no_combined_kernel(*_: Any, **__: Any) -> None:
     """Stands in for the kernel that computes a whole layer. None makes the layer call the other functions."""
-
-
-def norm_forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-    """``forward`` of the classes of gated norms."""
-    size = hidden_states.shape[-1]
-    return norm_of_groups(
-        hidden_states,
-        self.weight,
-        gate,
-        groups=size // self.group_size if hasattr(self, "group_size") else getattr(self, "n_groups", 1),
-        eps=self.variance_epsilon,
-        gate_first=not getattr(self, "norm_before_gate", False),
-        activation="silu",
-    )
 
 
 def _step_sizes(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:

@@ -5,7 +5,7 @@ values, s features, c channels.
 """
 
 from collections.abc import MutableMapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,11 +65,13 @@ def attend(
     rows = v.shape[:2]
     state = None
     before = before.mT if swapped and before is not None else before
-    _record(before, k, v, gates, swapped, feature_map)
+    if recording_layer() is not None:
+        _record(before, k, v, gates, swapped, feature_map)
     if before is not None:
         wide = torch.promote_types(v.dtype, torch.float32)
         state = state_before(before, wide, requires_gradients(q, k, v, *gates), feature_map)
-    cu_seqlens = packed_bounds(seq_idx) if cu_seqlens is None else cu_seqlens
+    if cu_seqlens is None and seq_idx is not None:
+        cu_seqlens = packed_bounds(seq_idx)
     if cu_seqlens is not None:
         q, k, v = (_in_one_row(x) for x in (q, k, v))
         gates = Gates(gates.decay, *(None if x is None else _in_one_row(x) for x in gates[1:]))
@@ -123,7 +125,8 @@ def attend_in_place(
     cached: (b, h, s, p), or (b, h, p, s) if swapped.
     """
     kv = cached.mT if swapped else cached
-    _record(kv, k, v, gates, swapped, feature_map)
+    if recording_layer() is not None:
+        _record(kv, k, v, gates, swapped, feature_map)
     compiling = torch.compiler.is_compiling()
     gradients = requires_gradients(cached, q, k, v, *gates)
     if gradients:
@@ -159,7 +162,8 @@ def causal_conv1d_fn(
     """The causal convolution of channels (b, c, n) with weight (c, taps), and SiLU if activation names it."""
     b, c, n = hidden_states.shape
     x = hidden_states.transpose(1, 2)
-    cu_seqlens = packed_bounds(seq_idx) if cu_seqlens is None else cu_seqlens
+    if cu_seqlens is None and seq_idx is not None:
+        cu_seqlens = packed_bounds(seq_idx)
     if cu_seqlens is not None:
         x = x.reshape(1, b * n, c)
     y = convolve(x, weight, bias, cu_seqlens=cu_seqlens, silu=activation in SILU)
@@ -196,32 +200,31 @@ def causal_conv1d_update(
     return y.to(hidden_states.dtype)[..., None]
 
 
-def norm_of_groups(
-    out: Tensor,
-    weight: Tensor,
-    gate: Tensor | None,
-    *,
-    groups: int,
-    eps: float,
-    gate_first: bool,
-    activation: str,
-) -> Tensor:
-    """RMS norm of each group of channels (.., c), times silu(gate) or sigmoid(gate) before or after it."""
-    shape = out.shape
-    out = out.reshape(1, -1, groups, shape[-1] // groups)
-    gate = None if gate is None else gate.reshape(1, -1, shape[-1])
-    order = "before" if gate_first else "after"
-    function = "silu" if activation in SILU else activation
+def norm_forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None, *, of_mamba2: bool) -> Tensor:
+    """``forward`` of the classes of gated norms: RMS norm of each group of channels (.., c), times the gate.
+
+    of_mamba2: the class has groups, and its gate, which is SiLU's, comes before the norm unless it says otherwise.
+    """
+    shape, size = hidden_states.shape, hidden_states.shape[-1]
+    groups, gate_first, activation = 1, False, "silu"
+    if of_mamba2:
+        groups = size // self.group_size if hasattr(self, "group_size") else getattr(self, "n_groups", 1)
+        gate_first = not getattr(self, "norm_before_gate", False)
+    elif self.activation not in SILU:
+        activation = self.activation
     y = gated_norm(
-        out, weight.view(groups, -1), eps=eps, gate=gate, gate_order=order, gate_activation=function
+        hidden_states.reshape(1, -1, groups, size // groups),
+        self.weight.view(groups, -1),
+        eps=self.variance_epsilon,
+        gate=None if gate is None else gate.reshape(1, -1, size),
+        gate_order="before" if gate_first else "after",
+        gate_activation=activation,
     )
     return y.view(shape)
 
 
-def packed_bounds(seq_idx: Tensor | None) -> Tensor | None:
+def packed_bounds(seq_idx: Tensor) -> Tensor:
     """The bounds of the sequences that share rows, over all b n tokens. seq_idx (b, n): the sequence of each token."""
-    if seq_idx is None:
-        return None
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     first = starts.flatten().nonzero()[:, 0]
