@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from linrope import Rotary, linear_rope_attention
-from tests.support.contract import TABLE, Contract, check, instruction_set
-from tests.support.oracle import native_sets, random_state, randoms
+from tests.support.contract import TABLE, Contract, check
+from tests.support.oracle import random_state, randoms
 
 N, D = 2048, 64
 # Log decays of a token: none, as Mamba-2 starts, and gates that end a chunk of the native kernels early.
@@ -29,12 +29,9 @@ def test_long_sequences_are_within_the_contract(name: str, scale: float, contrac
     den = linear_rope_attention(phi, psi, torch.ones_like(v).double(), **plain, **exact)
     size = linear_rope_attention(phi_hat, psi_hat, wide[2].abs(), **plain, **exact) / den
     oracle = linear_rope_attention(*wide, rotary=rotary, **exact)
-    for instructions in native_sets("native"):
-        with instruction_set(instructions):
-            how: dict[str, Any] = {"rotary": rotary, "log_decay": log_decay, "backend": "native"}
-            out = linear_rope_attention(q, k, v, **how)
-            allowed = contract.on(instructions).allowed("out", oracle, size)
-        assert bool(((out.double() - oracle).abs() <= allowed).all()), instructions
+    out = linear_rope_attention(q, k, v, rotary=rotary, log_decay=log_decay, backend="native")
+    allowed = contract.in_use().allowed("out", oracle, size)
+    assert bool(((out.double() - oracle).abs() <= allowed).all())
 
 
 # Heads of q, of k and v; tokens; features and values. The last chunks have 1, 2, 6, 13 and 32 tokens; the widths have
@@ -83,9 +80,7 @@ def test_a_loss_on_the_last_state_alone_ignores_what_an_earlier_call_left_in_mem
         return torch.autograd.grad(loss + out.sum() if k.isnan().any() else loss, (k, v))
 
     expected = gradients(k.double(), v.double(), "eager", causal=causal)
-    for name in native_sets("native"):
-        with instruction_set(name):
-            gradients(k * torch.nan, v, "native", causal=True)
-            for actual, exact in zip(gradients(k, v, "native", causal=causal), expected, strict=True):
-                allowed = contract.on(name).allowed("gradients", exact, exact)
-                assert bool(((actual.double() - exact).abs() <= allowed).all()), name
+    gradients(k * torch.nan, v, "native", causal=True)
+    for actual, exact in zip(gradients(k, v, "native", causal=causal), expected, strict=True):
+        allowed = contract.in_use().allowed("gradients", exact, exact)
+        assert bool(((actual.double() - exact).abs() <= allowed).all())
