@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from linrope import Rotary, linear_rope_attention, linear_rope_state
 from linrope.backends import native
+from tests.support.contract import of_backends
 from tests.support.equation import Equation
-from tests.support.oracle import NATIVE, assert_same, everything, randoms
+from tests.support.oracle import assert_same, everything, randoms
 
 B, N, H, G, D, E = 2, 70, 4, 2, 6, 3
 BACKENDS = ("reference", "eager")
@@ -77,8 +78,9 @@ def test_it_is_the_equation_for_gates_of_any_strength(kind: str, erase: bool) ->
 
 
 @delta_rule
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", [*BACKENDS, NATIVE, "triton"])
+@of_backends(
+    "kind", reference=KINDS, eager=KINDS, native=KINDS, triton=("of all sizes", "closed in some units")
+)
 def test_float32_stays_within_the_bound(backend: str, kind: str, erase: bool) -> None:
     """out within 16 u M, gradients to 1e-5 of the largest entry; but in reference those of log_decay per unit."""
     short = backend == "triton"  # whose interpreter is slow
