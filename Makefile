@@ -149,9 +149,10 @@ test-arm: $(VENV)/ready
 	--deselect tests/backends/test_compile.py --deselect tests/backends/test_transforms.py \
 	--deselect tests/kernels/cpu/test_memory.py
 
-# The whole table of tiles, compiled and run by the emulator of tests/kernels/ptx, and a table of the errors.
+# The whole table of tiles, compiled and run by the emulator of tests/kernels/ptx, a table of the errors, and the
+# emulator's own tests.
 test-ptx: $(VENV)/ready
-	$(BIN)/python -m pytest -n auto -m ptx -rP tests/kernels/test_ptx.py tests/kernels/test_compile.py
+	$(BIN)/python -m pytest -n auto -m ptx -rP tests/kernels/test_ptx.py tests/kernels/test_ptx_emulator.py tests/kernels/test_compile.py
 
 # Tests and benchmarks on a GPU, step by step; the tree runs as it lies, uninstalled. make gpu-run ARGS=--help lists the
 # options. DRY=1 runs all code in small sizes on a CPU, and compiles most kernels, with the releases that ran on a GPU.

@@ -241,12 +241,12 @@ def test_gradients_flow_through_a_state_that_compiled_code_returned() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_delta_rule_compiles_twice_for_all_lengths_with_the_state_handed_on() -> None:
-    """With positions and a mask, too."""
+    """With a log_decay per unit, positions and a mask, too."""
 
-    def run(q, k, v, erase, positions, mask, state) -> tuple[torch.Tensor, LinearAttentionState]:
+    def run(q, k, v, erase, log_decay, positions, mask, state) -> tuple[torch.Tensor, LinearAttentionState]:
         how = {"rotary": Rotary(D), "feature_map": "unit", "normalize": False, "return_state": True}
-        given = {"erase": erase, "positions": positions, "key_mask": mask, "state": state}
-        return linear_rope_attention(q, k, v, **given, **how)
+        given = {"erase": erase, "log_decay": log_decay, "positions": positions, "key_mask": mask}
+        return linear_rope_attention(q, k, v, state=state, **given, **how)
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=counter)
@@ -254,7 +254,8 @@ def test_the_delta_rule_compiles_twice_for_all_lengths_with_the_state_handed_on(
     for call in (compiled, run):
         state, results = None, []
         for n in (7, 70, 3, 1, 20):
-            inputs = [x.requires_grad_() for x in (*tokens(n, n, torch.float32), numbers(B, n, G).sigmoid())]
+            gates = numbers(B, n, G).sigmoid(), -numbers(B, n, G, D // 2).abs()
+            inputs = [x.requires_grad_() for x in (*tokens(n, n, torch.float32), *gates)]
             out, after = call(*inputs, 3 * torch.arange(n) + 9, numbers(B, n) > -1, state)
             gradients = torch.autograd.grad(out.square().sum() + after.kv.square().sum(), inputs)
             state = after.detach()

@@ -1,21 +1,25 @@
 """Long sequences and wide heads in bfloat16 and float16: sums are float32; only results are rounded to 16 bits."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from linrope import Rotary, linear_rope_attention
-from tests.support.contract import TABLE, Contract, check, instruction_set
-from tests.support.oracle import native_sets, random_state, randoms
+from tests.support.contract import TABLE, Contract, check
+from tests.support.oracle import random_state, randoms
 
 N, D = 2048, 64
 # Log decays of a token: none, as Mamba-2 starts, and gates that end a chunk of the native kernels early.
 GATES = {"no gates": 0.0, "weak gates": 1e-2, "strong gates": 5.0}
-HALF = [pytest.param(x, id=x.name, marks=x.marks) for x in TABLE if x.backend == "native" and x.rounding > 0]
+HALF = [x for x in TABLE if x.backend == "native" and x.rounding > 0]
+in_half_precision = pytest.mark.parametrize(
+    "contract", [pytest.param(x, id=x.name, marks=x.marks) for x in HALF]
+)
 
 
-@pytest.mark.parametrize("contract", HALF)
+@in_half_precision
 @pytest.mark.parametrize("scale", [0.3, 1.0, 6.0])
 @pytest.mark.parametrize("name", GATES)
 def test_long_sequences_are_within_the_contract(name: str, scale: float, contract: Contract) -> None:
@@ -29,12 +33,9 @@ def test_long_sequences_are_within_the_contract(name: str, scale: float, contrac
     den = linear_rope_attention(phi, psi, torch.ones_like(v).double(), **plain, **exact)
     size = linear_rope_attention(phi_hat, psi_hat, wide[2].abs(), **plain, **exact) / den
     oracle = linear_rope_attention(*wide, rotary=rotary, **exact)
-    for instructions in native_sets("native"):
-        with instruction_set(instructions):
-            how: dict[str, Any] = {"rotary": rotary, "log_decay": log_decay, "backend": "native"}
-            out = linear_rope_attention(q, k, v, **how)
-            allowed = contract.on(instructions).allowed("out", oracle, size)
-        assert bool(((out.double() - oracle).abs() <= allowed).all()), instructions
+    out = linear_rope_attention(q, k, v, rotary=rotary, log_decay=log_decay, backend="native")
+    allowed = contract.in_use().allowed("out", oracle, size)
+    assert bool(((out.double() - oracle).abs() <= allowed).all())
 
 
 # Heads of q, of k and v; tokens; features and values. The last chunks have 1, 2, 6, 13 and 32 tokens; the widths have
@@ -47,12 +48,15 @@ WIDE: dict[str, tuple[int, int, int, int, int]] = {
     "widest": (1, 1, 34, 256, 256),
 }
 DECAYS = ("no decay", "decay per head", "decay per unit")
+# Each width with each decay, in one dtype with erase and in the other without
+OF_WIDE_HEADS = [
+    pytest.param(*case, (i + j) % 2 == 1, contract, id="-".join((contract.name, *case)), marks=contract.marks)
+    for i, case in enumerate(product(WIDE, DECAYS))
+    for j, contract in enumerate(HALF)
+]
 
 
-@pytest.mark.parametrize("contract", HALF)
-@pytest.mark.parametrize("erases", [False, True], ids=["", "erase"])
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize(("name", "decay", "erases", "contract"), OF_WIDE_HEADS)
 def test_wide_heads_are_within_the_contract(name: str, decay: str, erases: bool, contract: Contract) -> None:
     h, g, n, f, e = WIDE[name]
     q, k, v = randoms(1, n, h, f, g=g, e=e, scale=0.5)
@@ -67,7 +71,7 @@ def test_wide_heads_are_within_the_contract(name: str, decay: str, erases: bool,
     check(contract, q, k, v, random_state(k, v, how), **how)
 
 
-@pytest.mark.parametrize("contract", HALF)
+@in_half_precision
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_a_loss_on_the_last_state_alone_ignores_what_an_earlier_call_left_in_memory(
     causal: bool, contract: Contract
@@ -83,9 +87,7 @@ def test_a_loss_on_the_last_state_alone_ignores_what_an_earlier_call_left_in_mem
         return torch.autograd.grad(loss + out.sum() if k.isnan().any() else loss, (k, v))
 
     expected = gradients(k.double(), v.double(), "eager", causal=causal)
-    for name in native_sets("native"):
-        with instruction_set(name):
-            gradients(k * torch.nan, v, "native", causal=True)
-            for actual, exact in zip(gradients(k, v, "native", causal=causal), expected, strict=True):
-                allowed = contract.on(name).allowed("gradients", exact, exact)
-                assert bool(((actual.double() - exact).abs() <= allowed).all()), name
+    gradients(k * torch.nan, v, "native", causal=True)
+    for actual, exact in zip(gradients(k, v, "native", causal=causal), expected, strict=True):
+        allowed = contract.in_use().allowed("gradients", exact, exact)
+        assert bool(((actual.double() - exact).abs() <= allowed).all())

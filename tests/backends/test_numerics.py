@@ -34,13 +34,14 @@ every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dty
 
 # Every CPU backend computes the output, the state, the gradients and steps in place of each random call. In call 586 of
 # seed 11 a gate is closed, and rotated weights cancel to a thousandth.
-@pytest.mark.parametrize(("seed", "start", "count"), [(0, 0, 100), (1, 0, 50), (11, 586, 1)], ids=str)
+@pytest.mark.parametrize(("seed", "start", "count"), [(0, 0, 100), (11, 586, 1)], ids=str)
 def test_random_calls_keep_the_contract(seed: int, start: int, count: int) -> None:
     done, failed = configurations.run(count, seed, start=start, most=300)
     assert failed == []
     assert done["gradients"] > count
 
 
+@pytest.mark.long  # for half precision; of float32 test_every_two_options expects as much
 @pytest.mark.parametrize("backend", ["triton"])
 def test_random_calls_of_the_kernels_keep_the_contract(backend: str) -> None:
     done, failed = configurations.run(20, 3, kernels=True)

@@ -47,7 +47,7 @@ def compare(contract: Contract, row: options.Row, *, combined: bool = False) -> 
     (q, k, v), state, how = options.problem(row, contract.dtype)
     if contract.dtype == torch.float64:  # of sums of logs as large as 1e5, for one
         contract = replace(contract, out=1e-10, sums=1e-10, gradients=1e-10)
-    check(contract, q, k, v, state, combined=combined, **how)
+    check(contract, q, k, v, state, combined=combined, every_set=not combined, **how)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def check_the_use_of_hopper_s_matrix_unit(report: list[dict[str, Any]]) -> None:
         assert entry["mma_sync"] == 0 or entry["kernel"].startswith(("delta", "chunk")), entry
 
 
-# make test has those of test_ptx.py, which are compiled for Hopper.
+# make test compiles the gated norm for Hopper, and in test_ptx.py a step.
 FORMS = [
     *(pytest.param(x, marks=pytest.mark.long) for x in ("few", "other", "delta")),
     pytest.param("wide", marks=pytest.mark.ptx),
@@ -161,15 +161,10 @@ def test_the_gated_norm_compiles_and_does_not_spill(forms: str, capability: int)
     assert not [x for x in started if x["shared"] > SHARED_LIMIT[capability] or x["spills"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("forms", "capability", "most"),
-    [
-        ("gates", 90, 0),
-        *(
-            pytest.param("many gates", x, 1420 if x == 120 else 1400, marks=pytest.mark.long)
-            for x in (89, *CAPABILITIES)
-        ),
-    ],
+    [("gates", 90, 0), *(("many gates", x, 1420 if x == 120 else 1400) for x in (89, *CAPABILITIES))],
 )
 def test_the_gates_compile_fit_and_spill_no_more_than_known(forms: str, capability: int, most: int) -> None:
     started = started_by(forms, capability)
@@ -177,11 +172,9 @@ def test_the_gates_compile_fit_and_spill_no_more_than_known(forms: str, capabili
     assert not [x for x in started if x["shared"] > SHARED_LIMIT[capability] or x["spills"] > most]
 
 
-@pytest.mark.parametrize(
-    ("forms", "capability"),
-    [("convolution", 90), *(pytest.param("convolution", x, marks=pytest.mark.long) for x in (80, 100, 120)),
-     *(pytest.param("packed convolution", x, marks=pytest.mark.long) for x in CAPABILITIES)],
-)  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("forms", ["convolution", "packed convolution"])
 def test_the_convolution_compiles_in_few_launches_and_does_not_spill(forms: str, capability: int) -> None:
     """With few channels several programs share the positions of a channel, and a third launch adds up their sums."""
     started = started_by(forms, capability)

@@ -33,6 +33,7 @@ HEAD = """
 	add.s64 	%rd5, %rd2, %rd3;
 """  # thread %r1 of program %r2; %r3 4 bytes for each thread of shared, %rd4 and %rd5 of global memory
 Findings = Counter[str]
+pytestmark = pytest.mark.ptx  # it belongs to the emulator, which make test-ptx runs
 
 
 @pytest.fixture(autouse=True)
