@@ -39,7 +39,7 @@ MODELS = {  # models of the study, and what README.md calls them
     "block": "**the default block**",
     "block-softmax-all-rotated": "softmax attention in the block, all features rotated",
     "mamba-2": "Mamba-2",
-    "eq19+init": "[equation 19]({equation}) with output norm and gate, no block",
+    "eq19+init": "[equation 19](#what-it-computes) with output norm and gate, no block",
 }
 PRICES = {  # models of the study, and what docs/evidence.md calls them
     "block": "the default block",
@@ -239,12 +239,11 @@ def _of_study(task: str, model: str, names: Iterable[str]) -> list[str]:
     return [*values, report.state(rows[0]), times["fastest"], times.get("plain", "")]
 
 
-def quality(equation: str) -> str:
-    """equation: the link to the equation."""
+def quality() -> str:
     rows = []
     for model, words in MODELS.items():
         bits, longer, _, *times = _of_study("language", model, ("bits", "8x - 1x"))
-        rows.append([words.format(equation=equation), bits, longer, *times])
+        rows.append([words, bits, longer, *times])
     return table(" | bits per byte | longer text | time | in plain PyTorch", rows)
 
 
@@ -328,11 +327,7 @@ PAGES = {
         "mad": partial(beside_published, "MAD", MAD_MODELS, averaged=True),
         "tracking": partial(beside_published, "State tracking", TRACKING_MODELS),
     },
-    "README.md": {"families": models_in_short, "study": partial(quality, "#what-it-computes")},
-    "docs/index.md": {
-        "families": models_in_short,
-        "study": partial(quality, "mathematics.md#the-equation-eq-19"),
-    },
+    "README.md": {"families": models_in_short, "study": quality},
     "docs/performance.md": {
         "lengths": lengths,
         "decoding": decoding,

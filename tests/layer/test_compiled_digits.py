@@ -69,8 +69,7 @@ class Maps(nn.Module):
         )
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        positions = torch.arange(x.shape[1])[None]
-        pairs = [fmap(x, -x, positions, positions) for fmap in self.maps]
+        pairs = [fmap(x, -x) for fmap in self.maps]
         return [y for pair in pairs for side in pair for y in (side if isinstance(side, tuple) else (side,))]
 
 

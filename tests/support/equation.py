@@ -113,7 +113,7 @@ def _attend(
             turns = [_turns_at(rotary, x) for x in (given, at_keys)]
             q, k = (_rotated(x, t, None, rotary.layout) for x, t in zip((q, k), turns))
             rotary = None
-    (phi, q_scale), (psi, k_scale) = _features(feature_map, q, k.masked_fill(hidden, 0), given, at_keys)
+    (phi, q_scale), (psi, k_scale) = _features(feature_map, q, k.masked_fill(hidden, 0))
     psi, v = psi.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     if write is not None:
         v = v * write[..., None].masked_fill(hidden, 0)
@@ -224,9 +224,7 @@ def _places(
     return given, at_keys, at_keys - torch.cat((start[:, None] - 1, at_keys[:, :-1]), 1)
 
 
-def _features(
-    fmap: str | FeatureMap | None, q: Tensor, k: Tensor, given: Tensor, at_keys: Tensor
-) -> list[tuple[Tensor, Tensor | None]]:
+def _features(fmap: str | FeatureMap | None, q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor | None]]:
     """phi and psi with their log_scales."""
     name = "identity" if fmap is None else fmap if isinstance(fmap, str) else fmap.elementwise
     if name in ELEMENTWISE:

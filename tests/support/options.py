@@ -199,8 +199,7 @@ def problem(
     if (
         fmap is not None and fmap.long_keys and row["erase"] != "none"
     ):  # such maps are refused, their features are not
-        places = (torch.arange(x)[None] for x in (n, m))
-        q, k = (x.detach().to(dtype) for x in fmap(q, k, *places))
+        q, k = (x.detach().to(dtype) for x in fmap(q, k))
         d, fmap = fmap.feature_dim, None
     if fmap is None and values["normalize"]:
         q, k = q.abs(), k.abs()
