@@ -29,6 +29,7 @@ from benchmarks.gpu.machine import (
 )
 from linrope import LinearAttentionState, linear_rope_attention
 
+DIMS = (64, 128, 256)  # sizes of a head
 SOFTMAX = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
 MOST_LAYERS = 128  # in a decoding step, whose states together exceed the L2 cache, as in a model
 
@@ -102,20 +103,20 @@ def rows_of(on: Machine, shapes: list[Shape], gates: bool = False) -> Iterator[R
 
 def gates(on: Machine) -> Iterator[Row]:
     """Forget gates per head, by size of the head."""
-    for d in (64, 128, 256):
+    for d in DIMS:
         full = [(8, 2048, 16, d), (1, 65_536, 8, d)]
         yield from rows_of(on, on.sizes(full, [(1, 40, 1, d)]), gates=True)
 
 
 def bandwidth(on: Machine) -> Iterator[Row]:
     sizes = ((8, 2048, 16), (4, 8192, 16), (1, 8192, 96), (1, 65_536, 8), (2, 131_072, 16))
-    for d in (64, 128):
+    for d in DIMS[:2]:
         yield from rows_of(on, on.sizes([(*size, d) for size in sizes], [(1, 70, 2, d)]))
 
 
 def long(on: Machine) -> Iterator[Row]:
     """Long sequences of few heads, which are cut into segments."""
-    for d in (64, 128):
+    for d in DIMS[:2]:
         full = [(1, n, 8, d) for n in (131_072, 1_048_576)]
         yield from rows_of(on, on.sizes(full, [(1, 600 if d == 64 else 40, 1, d)]))
 

@@ -80,7 +80,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rule, and small heads: tests/backends and tests/kernels run all rules and tiles."""
+    """One rule and one size of heads: tests/backends and tests/kernels run all rules, sizes and tiles."""
+    monkeypatch.setattr(operation, "DIMS", (64,))
     for module in (delta, others):
         monkeypatch.setattr(module, "SMALL", (1, 40, 1, 16))
     for name in ("RULES", "GATED"):
