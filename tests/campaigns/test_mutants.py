@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.mutants import Verdict, campaign, drawn, mutants, report
+from tests.campaigns.mutants import ROOT, TESTS, Verdict, campaign, drawn, mutants, report
 
 MODULE = '''
 def first(numbers, least=0):
@@ -43,6 +43,10 @@ def test_survivors_are_the_faults_that_no_test_sees(tree: Path, capsys: pytest.C
     assert survivors == ["2: 0 -> (1)", "5: 7 -> (6)", "5: 7 -> (8)"]
     assert total == f"{len(lines) - 3} of {len(lines)} mutants killed: {share:.1%}"
     assert (tree / "linrope" / "toy.py").read_text() == MODULE
+
+
+def test_the_modules_and_their_tests_exist() -> None:
+    assert [x for module, tests in TESTS.items() for x in (module, *tests) if not (ROOT / x).exists()] == []
 
 
 def test_tests_that_fail_without_a_mutant_are_no_judges(tree: Path) -> None:
