@@ -97,7 +97,6 @@ REFUSED = {
     "train --trapezoid --skip before": "--trapezoid: got --skip='before', with which the --out-norm does not "
     "replace the normalizer, which the trapezoidal rule lacks; expected --skip='after'",
     "train --trapezoid --erase-gate tied": "--trapezoid: got --erase-gate, expected only one of them",
-    "train --qk-bias": "--qk-bias: expected --qk-norm with it",
     "train --write-gate tied --decay spread": "--write-gate='tied': expected --forget-gate with it, or none",
     "train --write-gate tied --erase-gate tied": "--write-gate='tied': expected none with --erase-gate='tied', "
     "which writes too",
