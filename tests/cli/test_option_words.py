@@ -88,7 +88,6 @@ def test_no_refusal_of_a_pair_of_options_has_words_of_python(command: str, tmp_p
 
 
 REFUSED = {
-    "train --qk-bias": "--qk-bias: expected --qk-norm with it",
     "train --write-gate tied --decay spread": "--write-gate='tied': expected --forget-gate with it, or none",
     "train --write-gate tied --erase-gate tied": "--write-gate='tied': expected none with --erase-gate='tied', "
     "which writes too",
