@@ -11,7 +11,7 @@ from linrope.common.tracing import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import is_feature_map
 from linrope.operation.map_facts import MapFacts, facts_of
-from linrope.operation.rotary_subclass import check_overridden
+from linrope.operation.rotary_type import check_overridden, check_rotary_type
 from linrope.recurrence.call import EPS_MODES, ROPE_ORDERS, Call
 from linrope.recurrence.decay import check_gates
 from linrope.recurrence.identities import WITHOUT_Z, same_identity
@@ -139,13 +139,6 @@ def _map_by_name(name: str, d: int) -> FeatureMap:
             f"expected the object that feature_maps.make({name!r}, {d}) made"
         )
     return fmap
-
-
-def check_rotary_type(rotary: object) -> None:
-    if rotary is not None and not isinstance(rotary, Rotary):
-        raise TypeError(
-            f"rotary: got {type(rotary).__name__}, expected a Rotary, such as Rotary(dim), or None"
-        )
 
 
 def check_rotary(rotary: Rotary | None, f: int, g: int, causal: bool, rotates_before_map: bool) -> None:

@@ -1,4 +1,4 @@
-"""The check of a rotation whose class is a subclass of Rotary."""
+"""The checks of the class of a rotation."""
 
 from linrope.rotation.rotary import Rotary
 
@@ -16,3 +16,10 @@ def check_overridden(rotary: Rotary, rotates_before_map: bool) -> None:
         f"rotary: got {type(rotary).__name__} with its own {', '.join(own)}, which rope_order={order!r} does not call; "
         f"expected its own {read}, or a plain Rotary and angles that depend on the data as angle_steps"
     )
+
+
+def check_rotary_type(rotary: object) -> None:
+    if rotary is not None and not isinstance(rotary, Rotary):
+        raise TypeError(
+            f"rotary: got {type(rotary).__name__}, expected a Rotary, such as Rotary(dim), or None"
+        )
