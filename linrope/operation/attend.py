@@ -36,7 +36,7 @@ Computation = Callable[..., tuple[Tensor, Sums | None]]
 def attend(call: Call, through: Computation | None = None) -> tuple[Tensor, LinearAttentionState | None]:
     """Returns out and the state after the last key. The state is None if the call makes none.
 
-    through: what calls the backend, perhaps several times; None: the backend is called once.
+    through: a function that calls the backend, perhaps several times; None: it is called once.
     """
     try:
         plan = plan_of(call)
@@ -50,7 +50,8 @@ def attend(call: Call, through: Computation | None = None) -> tuple[Tensor, Line
                 native.fits_in_place(state) and (call.angle_steps is None or _angle_fits(call))
             ):
                 return _step(call, plan, state, in_place)
-        direct, clamps = plan.direct if through is None else None, False
+        clamps = False  # True: some gates may be too low for the kernels
+        direct = plan.direct if through is None else None
         if direct is not None:
             clamps = call.log_decay is not None and check_gates(call.log_decay)
         else:
@@ -119,7 +120,7 @@ def _attend(
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """Any call: q and k become features, a backend computes out and the sums, and these the next state."""
     known = "positions" in plan.resolved
-    prepared = Prepared(call.changed(**plan.resolved)) if known else _prepare(call, plan, tokens)
+    prepared = BackendCall(call.changed(**plan.resolved)) if known else _prepare(call, plan, tokens)
     resolved, state, stabilized = prepared.call, prepared.state, prepared.stabilized
     in_place = _writes_in_place(resolved)
     resolved.return_state = call.return_state or in_place
@@ -152,7 +153,7 @@ def _attend(
     return out, LinearAttentionState(**sums._asdict(), identity=identity, **tensors)  # type: ignore[arg-type]
 
 
-class Prepared(NamedTuple):
+class BackendCall(NamedTuple):
     """The call that a backend gets, and the state that it continues from."""
 
     call: Call
@@ -161,7 +162,7 @@ class Prepared(NamedTuple):
     q_scale: Tensor | None = None
 
 
-def _prepare(call: Call, plan: Plan, tokens: Tokens) -> Prepared:
+def _prepare(call: Call, plan: Plan, tokens: Tokens) -> BackendCall:
     """Maps q and k, apart from an elementwise map, and brings gates and steps into the form that backends take."""
     features = map_features(call, plan, tokens)
     k, state, stabilized = features.k, call.state, None
@@ -192,7 +193,7 @@ def _prepare(call: Call, plan: Plan, tokens: Tokens) -> Prepared:
         erase=erase,
         **fixed,
     )
-    return Prepared(resolved, state, stabilized, features.q_scale)
+    return BackendCall(resolved, state, stabilized, features.q_scale)
 
 
 def _rescaled(out: Tensor, q_scale: Tensor, stabilized: Stabilized, group: int) -> Tensor:

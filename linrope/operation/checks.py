@@ -11,14 +11,13 @@ from linrope.common.tracing import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import is_feature_map
 from linrope.operation.map_facts import MapFacts, facts_of
+from linrope.operation.rotary_type import check_overridden, check_rotary_type
 from linrope.recurrence.call import EPS_MODES, ROPE_ORDERS, Call
 from linrope.recurrence.decay import check_gates
 from linrope.recurrence.identities import WITHOUT_Z, same_identity
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
-# What a call reads of a rotation's angles: with rope_order="before" the first three, which call each other
-_ROTATE, _TURNS = ("__call__", "cos_sin", "angles"), "turns_per_position"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -140,30 +139,11 @@ def _map_by_name(name: str, d: int) -> FeatureMap:
     return fmap
 
 
-def check_rotary_type(rotary: object) -> None:
-    if rotary is not None and not isinstance(rotary, Rotary):
-        raise TypeError(
-            f"rotary: got {type(rotary).__name__}, expected a Rotary, such as Rotary(dim), or None"
-        )
-
-
-def _check_overridden(rotary: Rotary, rotates_before_map: bool) -> None:
-    """Refuses a subclass that changes the angles where the call does not read them."""
-    own = [name for name in (*_ROTATE, _TURNS) if getattr(type(rotary), name) is not getattr(Rotary, name)]
-    if not own or (_TURNS in own and not rotates_before_map) or (own != [_TURNS] and rotates_before_map):
-        return
-    order, read = ("before", "angles") if rotates_before_map else ("after", _TURNS)
-    raise TypeError(
-        f"rotary: got {type(rotary).__name__} with its own {', '.join(own)}, which rope_order={order!r} does not call; "
-        f"expected its own {read}, or a plain Rotary and angles that depend on the data as angle_steps"
-    )
-
-
 def check_rotary(rotary: Rotary | None, f: int, g: int, causal: bool, rotates_before_map: bool) -> None:
     if rotary is None:
         return
     check_rotary_type(rotary)
-    _check_overridden(rotary, rotates_before_map)
+    check_overridden(rotary, rotates_before_map)
     if rotary.dim != f:
         what = "head dim" if rotates_before_map else "number of features"
         raise ValueError(f"rotary: got dim={rotary.dim}, expected the {what}, {f}")

@@ -13,7 +13,7 @@ from linrope.recurrence.packing import Tokens
 
 
 class MappedInputs(NamedTuple):
-    """q and k as a backend receives them; with ``stabilize`` to follow if the map has a log_scale."""
+    """q and k as a backend receives them. If they have scales, ``stabilize`` changes k once more."""
 
     q: Tensor | None
     k: Tensor

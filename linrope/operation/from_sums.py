@@ -7,6 +7,7 @@ from linrope.common.argument_checks import check_name
 from linrope.feature_maps import FeatureMap
 from linrope.operation import checks
 from linrope.operation.plan import identity_of
+from linrope.operation.rotary_type import check_rotary_type
 from linrope.recurrence.call import ROPE_ORDERS
 from linrope.recurrence.identities import WITHOUT_Z
 from linrope.recurrence.state import LinearAttentionState
@@ -67,7 +68,7 @@ def state_from_sums(
     if kv.ndim != 4:
         raise ValueError(f"kv: got shape {tuple(kv.shape)}, expected (b, g, f, e)")
     check_name("rope_order", rope_order, ROPE_ORDERS)
-    checks.check_rotary_type(rotary)
+    check_rotary_type(rotary)
     features = kv.shape[2]
     head_dim = getattr(feature_map, "head_dim", None) or features
     fmap = checks.resolve_map(feature_map, head_dim)
