@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linrope.common.class_names import name_of
 from linrope.common.private_names import is_functorch_wrapped_tensor, version_of
 from linrope.recurrence.identities import DIGITS
 
@@ -35,7 +36,7 @@ class Identified(nn.Module):
 
     @property
     def identity(self) -> str:
-        return f"{_name_of(type(self))}({self.settings()}){self._digest()}"
+        return f"{name_of(type(self))}({self.settings()}){self._digest()}"
 
     def forget_digest(self) -> None:
         """Makes the next identity read all tensors again."""
@@ -91,13 +92,6 @@ class Identified(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_last"}
-
-
-def _name_of(kind: type) -> str:
-    """Two classes of other authors may have one name."""
-    return (
-        kind.__name__ if kind.__module__.startswith("linrope.") else f"{kind.__module__}.{kind.__qualname__}"
-    )
 
 
 def _has_bytes(x: Tensor) -> bool:

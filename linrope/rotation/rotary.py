@@ -18,6 +18,7 @@ from linrope.common.argument_checks import (
     check_numbers,
     check_sizes,
 )
+from linrope.common.class_names import name_of
 from linrope.common.constants import Constant
 from linrope.rotation.angles import LAYOUTS, cos_sin, cos_sin_of_turns, rotate, to_turns, units_to_features
 from linrope.rotation.frequencies import MROPE_AXES, read_config, resolve
@@ -176,7 +177,8 @@ class Rotary:
         factor = None if attention_factor in (None, 1.0) else self.attention_factor
         options = (("axes", axes), ("attention_factor", factor), ("xpos", xpos))
         suffix = "".join(f", {name}={value}" for name, value in options if value is not None)
-        self.identity = f"Rotary({dim}, {source}, layout={layout!r}, rotary_dim={rotary_dim}{suffix})"
+        settings = f"{dim}, {source}, layout={layout!r}, rotary_dim={rotary_dim}{suffix}"
+        self.identity = f"{name_of(type(self))}({settings})"
 
     @property
     def theta(self) -> Tensor:
@@ -356,8 +358,13 @@ class Rotary:
         return rotate(x, cos, sin, self.layout)
 
     def __eq__(self, other: object) -> bool:
-        """True for a rotation that turns the same features by the same angles; a Rotary never changes."""
-        return self is other or (type(self) is type(other) and self.identity == vars(other)["identity"])
+        """True for a rotation that turns the same features by the same angles; a Rotary never changes.
+
+        What a subclass turns by is unknown: its objects are equal to themselves alone.
+        """
+        return self is other or (
+            type(self) is type(other) is Rotary and self.identity == vars(other)["identity"]
+        )
 
     def __hash__(self) -> int:
         return hash(self.identity)

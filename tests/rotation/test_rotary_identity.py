@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from linrope import Rotary
+from linrope import Rotary, linear_rope_attention
 from linrope.rotation.rotary import grid_positions
 from tests.support.scalings import SCALINGS, scaled
 
@@ -78,6 +78,30 @@ def test_identity_tells_rotations_apart() -> None:
     assert Rotary(8, scaling={"rope_type": "default"}).identity == Rotary(8).identity
     assert Rotary(8, xpos=512).identity == Rotary(8, xpos=512.0).identity
     assert Rotary(8, theta=ones, attention_factor=1.0).identity == Rotary(8, theta=ones).identity
+
+
+class Times(Rotary):
+    """Its angles are a multiple of those of a plain Rotary."""
+
+    def __init__(self, dim: int, factor: int) -> None:
+        super().__init__(dim)
+        self.factor = factor
+
+    def turns_per_position(self, device: torch.device) -> torch.Tensor:
+        return super().turns_per_position(device) * self.factor
+
+
+def test_a_subclass_has_calls_and_states_of_its_own() -> None:
+    thrice, twice, plain = Times(8, 3), Times(8, 2), Rotary(8)
+    assert thrice.identity != plain.identity
+    q = k = v = torch.rand(1, 5, 1, 8)
+    outs = [linear_rope_attention(q, k, v, rotary=x) for x in (thrice, twice, plain)]
+    for rotary, out in zip((thrice, twice), outs, strict=False):
+        expected = linear_rope_attention(q, k, v, rotary=Rotary(8, theta=rotary.factor * plain.theta))
+        torch.testing.assert_close(out, expected)
+    _, state = linear_rope_attention(q, k, v, rotary=thrice, return_state=True)
+    with pytest.raises(ValueError, match="Times"):
+        linear_rope_attention(q, k, v, rotary=plain, state=state)
 
 
 @pytest.mark.parametrize("shape", [(32,), (1, 32), (16, 32), (4, 2, 32)])
