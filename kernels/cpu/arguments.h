@@ -70,6 +70,7 @@ constexpr Argument kArguments[] = {
     {"add_eps", kAll, kAll, 0, &Call::add_eps},
     {"want_state", kForward, kAll, 0, &Call::want_state},
     {"save", kForward, kAll, 0, &Call::save},
+    {"save_z", kForward, kAll, 0, &Call::save_z},
     {"q", kAll, kStep, 0, &Call::q, kTypeOfK, kDenseRows, {b, n, query_heads, f}},
     {"g_out", kBackward, 0, 0, &Call::dout, kTypeOfK, kDenseRows, {b, n, h, e}},
     {"saved_kv", kBackward, 0, 0, &Call::saved_kv, kFloat32s, kContiguous, {blocks, g, f, e}},
@@ -131,8 +132,8 @@ template <class F> void for_arguments(unsigned op, const F& f) {
       if (kArguments[i].operators & op && !(kArguments[i].required & op) != required) f(i, required);
 }
 
-inline std::string schema(const char* name, unsigned op, const char* results) {
-  std::string text = std::string(name).append("(");
+inline std::string schema(unsigned op) {
+  std::string text = "(";
   char alias = 'a';
   for_arguments(op, [&](int i, bool required) {
     const Argument& x = kArguments[i];
@@ -145,7 +146,7 @@ inline std::string schema(const char* name, unsigned op, const char* results) {
     text.append(" ").append(x.name);
     if (!required) text += tensor ? "=None" : "=False";
   });
-  return text.append(") -> ").append(results);
+  return text.append(")");
 }
 
 inline Inputs from_stack(unsigned op, Value* stack) {

@@ -42,14 +42,12 @@ static void check_angle_heads(const Call& c) {
     refuse("angle: got 1 head, expected angle_steps' ", c.g);
 }
 
-// A tensor of zeros or of anything; none if it is not wanted
-static Maybe empty_if(bool wanted, int type, std::initializer_list<int64_t> sizes, bool zeros = false) {
-  return wanted ? Maybe(empty(type, sizes, zeros)) : Maybe();
-}
-template <class T> static T* data_of(const Maybe& x) { return x ? (T*)x->data_ptr() : nullptr; }
-static View view_of(const Maybe& x) { return x ? view(*x) : View{}; }
+#define LINROPE_RESULTS(RESULT)                                           \
+  RESULT(Tensor, out) RESULT(Maybe, kv) RESULT(Maybe, z)                  \
+  RESULT(Maybe, saved_kv) RESULT(Maybe, saved_z) RESULT(Maybe, saved_u)
+LINROPE_RECORD(Results, LINROPE_RESULTS)
 
-static std::tuple<Tensor, Maybe, Maybe, Maybe, Maybe, Maybe> forward(Inputs& inputs) {
+static Results forward(Inputs& inputs) {
   Call& c = read_call(inputs);
   const bool queries = inputs.has(kQ), in_place = inputs.has(kSlots), state = c.want_state && !in_place;
   const bool erases = inputs.has(kErase), saves = c.save && c.causal && c.blocks;
@@ -60,8 +58,7 @@ static std::tuple<Tensor, Maybe, Maybe, Maybe, Maybe, Maybe> forward(Inputs& inp
   const Maybe last_kv = empty_if(state, kFloat32, {c.sequences, c.g, c.f, c.e});
   const Maybe last_z = empty_if(state && !erases, kFloat64, {c.sequences, c.g, c.f});
   const Maybe saved_kv = empty_if(saves, kFloat32, {c.blocks, c.g, c.f, c.e});
-  const bool saves_z = saves && !erases && (c.normalize || c.want_state);
-  const Maybe saved_z = empty_if(saves_z, kFloat64, {c.blocks, c.g, c.f});
+  const Maybe saved_z = empty_if(saves && c.save_z, kFloat64, {c.blocks, c.g, c.f});
   const Maybe saved_u = empty_if(c.save && c.causal && erases, kFloat32, {c.b, c.m, c.g, c.e});
   c.saved_kv = view_of(saved_kv);
   c.saved_z = view_of(saved_z);
@@ -86,7 +83,13 @@ static void check_wanted(const Inputs& inputs) {
   if (c.want_erase && !c.erase.data) refuse("want_erase: got true without erase, expected false");
 }
 
-static std::tuple<Tensor, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe> backward(Inputs& inputs) {
+// Named after the inputs
+#define LINROPE_GRADIENTS(RESULT)                                                                                 \
+  RESULT(Tensor, q) RESULT(Tensor, k) RESULT(Tensor, v) RESULT(Maybe, log_decay) RESULT(Maybe, angle_steps)       \
+  RESULT(Maybe, write) RESULT(Maybe, erase) RESULT(Maybe, kv) RESULT(Maybe, z)
+LINROPE_RECORD(Gradients, LINROPE_GRADIENTS)
+
+static Gradients backward(Inputs& inputs) {
   Call& c = read_call(inputs);
   check_wanted(inputs);
   c.heads_per_gradient = heads_per_gradient(c);
@@ -151,34 +154,22 @@ static void register_operators() {
   LibraryHandle definitions, kernels;  // never deleted: the operators would go with them
   succeed(pytorch.aoti_torch_library_init_def("linrope_native", __FILE__, __LINE__, &definitions), "define operators");
   succeed(pytorch.aoti_torch_library_init_impl("linrope_native", "CPU", __FILE__, __LINE__, &kernels), "add operators");
-  const auto add = [&](const std::string& schema, Operator run) {
-    const std::string name = schema.substr(0, schema.find('('));
-    succeed(pytorch.aoti_torch_library_def(definitions, schema.c_str()), schema.c_str());
+  const auto add = [&](const std::string& name, const std::string& schema, Operator run) {
+    succeed(pytorch.aoti_torch_library_def(definitions, (name + schema).c_str()), name.c_str());
     succeed(pytorch.torch_library_impl(kernels, name.c_str(), run, kAbi), name.c_str());
   };
-  add(schema("forward", kForward, "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"), from_table<kForward, forward>);
-  add(schema("backward", kBackward, "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
-      from_table<kBackward, backward>);
-  add(schema("step", kStep, "Tensor"), from_table<kStep, step>);
-  add("convolve(Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, bool silu) -> Tensor",
-      boxed<convolve>);
-  add("convolve_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? cu_seqlens, "
-      "bool silu) -> (Tensor, Tensor, Tensor, Tensor)",
-      boxed<convolve_backward>);
-  add("gated_norm(Tensor out, Tensor? gate, Tensor? v, Tensor? weight, Tensor? skip, float eps, bool over_heads, "
-      "bool gate_first, bool skip_first, bool sigmoid) -> Tensor",
-      boxed<gated_norm>);
-  add("gated_norm_backward(Tensor gradient, Tensor out, Tensor? gate, Tensor? v, Tensor? weight, Tensor? skip, "
-      "float eps, bool over_heads, bool gate_first, bool skip_first, bool sigmoid) -> (Tensor, Tensor, Tensor, Tensor, "
-      "Tensor)",
-      boxed<gated_norm_backward>);
-  add(MixerArguments::schema(), [](Value* stack, uint64_t, uint64_t count) {
-    leave(stack, count, [&] { return mixer_step(MixerArguments::from_stack(stack)); });
-  });
-  add("add_norm(Tensor(a!) x, Tensor? y, Tensor weight, float eps) -> Tensor", boxed<add_norm>);
-  add("swiglu(Tensor x, Tensor w1, Tensor? bias1, Tensor w3, Tensor? bias3, Tensor w2, Tensor? bias2) -> Tensor",
-      boxed<swiglu>);
-  add("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", boxed<linear>);
+  const auto add_boxed = [&]<class F>(const char* name, F) { add(name, F::schema(), F::call); };
+  add("forward", schema(kForward) + results_in_schema<Results>(), from_table<kForward, forward>);
+  add("backward", schema(kBackward) + results_in_schema<Gradients>(), from_table<kBackward, backward>);
+  add("step", schema(kStep) + results_in_schema<Tensor>(), from_table<kStep, step>);
+  add_boxed("convolve", Boxed<convolve>());
+  add_boxed("convolve_backward", Boxed<convolve_backward>());
+  add_boxed("gated_norm", Boxed<gated_norm>());
+  add_boxed("gated_norm_backward", Boxed<gated_norm_backward>());
+  add_boxed("mixer_step", Boxed<mixer_step>());
+  add_boxed("add_norm", Boxed<add_norm>());
+  add_boxed("swiglu", Boxed<swiglu>());
+  add_boxed("linear", Boxed<linear>());
 }
 
 }  // namespace linrope
@@ -198,6 +189,18 @@ LINROPE_EXPORT const char* linrope_start(const void* const* addresses) {
   } catch (const std::exception& error) {
     return (reason = error.what()).c_str();
   }
+}
+// What Python has to know of the kernels, in JSON: limits, and names in the order of their numbers
+LINROPE_EXPORT const char* linrope_facts() {
+  using namespace linrope;
+  static const std::string facts = [] {
+    std::ostringstream text;
+    text << R"({"max_dim": )" << kMaxDim << R"(, "max_taps": )" << kMaxTaps << R"(, "max_values": )" << kMaxValues
+         << R"(, "max_position": )" << kMaxPosition << R"(, "block": )" << kBlock << R"(, "unit_eps": )" << kUnitEps
+         << R"(, "maps": )" LINROPE_MAPS R"(, "layouts": )" LINROPE_LAYOUTS R"(, "write_factors": )" LINROPE_WRITE_FACTORS "}";
+    return text.str();
+  }();
+  return facts.c_str();
 }
 // The error of the last operator that returned undefined tensors in this thread: "ValueError: .."
 LINROPE_EXPORT const char* linrope_error() { return linrope::failure.said; }

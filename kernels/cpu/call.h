@@ -16,12 +16,20 @@ constexpr int kChunk = 32;
 constexpr int kMaxDim = 256;
 constexpr int kBundle = 8;  // heads that a thread sweeps together, a chunk each in turn
 constexpr int kMaxTaps = 8;
+constexpr int kMaxValues = (1 << 16) - 1;  // per head, and heads, of the gated norm
+constexpr float kUnitEps = 1e-6f;          // added to the squared length of features that are divided by it
 constexpr int kBlock = 256;  // tokens of a block. The forward pass saves the state before every block of a sequence
 static_assert(kBlock % kChunk == 0);
 
 enum Type : int { kFloat32, kBFloat16, kFloat16, kFloat64, kInt32, kInt64, kBool };
 enum Map : int { kIdentity, kElu1, kRelu, kRelu2, kExp, kSilu };
 enum Layout : int { kNone, kInterleaved, kHalf };
+// The factor w of a value in a layer's step: 1, a gate of its own, 1 - f with the forget gate f, or b of the erase gate
+enum WriteFactor : int { kWriteOnes, kWriteGate, kWriteForgotten, kWriteErased };
+// The names that Python has for these: see linrope_facts
+#define LINROPE_MAPS R"(["identity", "elu+1", "relu", "relu2", "exp", "silu"])"
+#define LINROPE_LAYOUTS R"(["none", "interleaved", "half"])"
+#define LINROPE_WRITE_FACTORS R"(["none", "independent", "tied", "erased"])"
 
 // A tensor; null data: none. Strides in elements: of its first axis (batch rows, rows of a state, axes of theta), of
 // its tokens, its heads and its last axis; 0 along an axis that it lacks, or along which all share its one entry.
@@ -59,7 +67,7 @@ struct Call {
   // What the forward pass saves: the states before blocks, and with erase what each token wrote
   View saved_kv, saved_z, saved_u;
   int64_t map, layout;
-  bool causal, normalize, add_eps, want_state, save, want_log_decay, want_angle_steps, want_write, want_erase, advance;
+  bool causal, normalize, add_eps, want_state, save, save_z, want_log_decay, want_angle_steps, want_write, want_erase, advance;
   double eps;
   // The argument `unit`. If it is not 0, features are divided by their lengths, and those of queries multiplied by it
   double query_length;

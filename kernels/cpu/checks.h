@@ -116,4 +116,11 @@ inline View view(const Tensor& x) {
   return {(char*)x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), 1, x.type()};
 }
 
+// A tensor of zeros or of anything; none if it is not wanted
+inline Maybe empty_if(bool wanted, int type, std::initializer_list<int64_t> sizes, bool zeros = false) {
+  return wanted ? Maybe(empty(type, sizes, zeros)) : Maybe();
+}
+template <class T> T* data_of(const Maybe& x) { return x ? (T*)x->data_ptr() : nullptr; }
+inline View view_of(const Maybe& x) { return x ? view(*x) : View{}; }
+
 }  // namespace linrope

@@ -33,13 +33,19 @@ inline Tensor norm_rows(NormCall& c) {
   return y;
 }
 
+#define LINROPE_ADD_NORM(ARGUMENT) \
+  ARGUMENT(Written, x) ARGUMENT(Maybe, y) ARGUMENT(Tensor, weight) ARGUMENT(double, eps)
+LINROPE_RECORD(AddNormArguments, LINROPE_ADD_NORM)
+
 // x += y; then the RMS norm of x
-inline Tensor add_norm(Tensor x, Maybe y, Tensor weight, double eps) {
+inline Tensor add_norm(const AddNormArguments& a) {
+  const Tensor& x = a.x;
+  const Maybe& y = a.y;
   if (x.dim() != 2) refuse("x: got shape ", shape_text(x), ", expected 2 dimensions");
   const int64_t b = x.size(0), n = x.size(1);
   parameter("x", x, {b, n});
   if (y) parameter("y", *y, {b, n});
-  NormCall c(as_heads(x, 0, 1, n), {}, {}, weight, {}, eps, false, false, false);
+  NormCall c({.out = as_heads(x, 0, 1, n), .weight = a.weight, .eps = a.eps});
   float* to = (float*)x.data_ptr();
   const float* from = y ? (const float*)y->data_ptr() : nullptr;
   for (int64_t i = 0; y && i < b * n; i++) to[i] += from[i];
@@ -87,86 +93,65 @@ inline const float* read_rows(const Tensor& x) {
   return parameter("x", x, {x.size(0), x.size(1)});
 }
 
+#define LINROPE_LINEAR(ARGUMENT) ARGUMENT(Tensor, x) ARGUMENT(Tensor, weight) ARGUMENT(Maybe, bias)
+LINROPE_RECORD(LinearArguments, LINROPE_LINEAR)
+
 // x weight^T + bias, for a few rows of x
-inline Tensor linear(Tensor x, Tensor weight, Maybe bias) {
-  const float* rows = read_rows(x);
-  const int64_t b = x.size(0), k = x.size(1), n = first_size(weight);
-  const Linear c = linear_of(rows, b, k, k, "weight", weight, "bias", bias, n);
+inline Tensor linear(const LinearArguments& a) {
+  const float* rows = read_rows(a.x);
+  const int64_t b = a.x.size(0), k = a.x.size(1), n = first_size(a.weight);
+  const Linear c = linear_of(rows, b, k, k, "weight", a.weight, "bias", a.bias, n);
   const Tensor y = empty(kFloat32, {b, n});
   run_product(c, (float*)y.data_ptr());
   return y;
 }
 
+#define LINROPE_SWIGLU(ARGUMENT)                                                                       \
+  ARGUMENT(Tensor, x) ARGUMENT(Tensor, w1) ARGUMENT(Maybe, bias1) ARGUMENT(Tensor, w3)                 \
+  ARGUMENT(Maybe, bias3) ARGUMENT(Tensor, w2) ARGUMENT(Maybe, bias2)
+LINROPE_RECORD(SwigluArguments, LINROPE_SWIGLU)
+
 // W_2 (silu(W_1 x) * W_3 x), for a few rows of x
-inline Tensor swiglu(Tensor x, Tensor w1, Maybe bias1, Tensor w3, Maybe bias3, Tensor w2, Maybe bias2) {
-  const float* rows = read_rows(x);
-  const int64_t b = x.size(0), k = x.size(1), n = first_size(w1), outputs = first_size(w2);
+inline Tensor swiglu(const SwigluArguments& a) {
+  const float* rows = read_rows(a.x);
+  const int64_t b = a.x.size(0), k = a.x.size(1), n = first_size(a.w1), outputs = first_size(a.w2);
   const Tensor both = empty(kFloat32, {b, 2 * n}), y = empty(kFloat32, {b, outputs});
   float* to = (float*)both.data_ptr();
-  Product products[] = {{linear_of(rows, b, k, k, "w1", w1, "bias1", bias1, n), to},
-                        {linear_of(rows, b, k, k, "w3", w3, "bias3", bias3, n), to + n}};
+  Product products[] = {{linear_of(rows, b, k, k, "w1", a.w1, "bias1", a.bias1, n), to},
+                        {linear_of(rows, b, k, k, "w3", a.w3, "bias3", a.bias3, n), to + n}};
   for (Product& product : products) product.c.y_stride = 2 * n;
-  NormCall c(as_heads(both, n, 1, n), as_token(both, 0, n), {}, {}, {}, 0, false, false, false);
+  NormCall c({.out = as_heads(both, n, 1, n), .gate = as_token(both, 0, n)});
   run_products(products);
   const Tensor inner = norm_rows(c);
-  run_product(linear_of((const float*)inner.data_ptr(), b, n, n, "w2", w2, "bias2", bias2, outputs), (float*)y.data_ptr());
+  run_product(linear_of((const float*)inner.data_ptr(), b, n, n, "w2", a.w2, "bias2", a.bias2, outputs), (float*)y.data_ptr());
   return y;
 }
 
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 inline double log_sigmoid(double x) { return (x < 0 ? x : 0) - std::log1p(std::exp(-std::fabs(x))); }
 
-// The factor w of a value: 1, a gate of its own, 1 - f with the forget gate f, or b of the erase gate
-enum WriteFactor : int { kWriteOnes, kWriteGate, kWriteForgotten, kWriteErased };
-
-// The arguments of mixer_step in the order of its schema: type, type in the schema, name. First those that differ from
-// token to token.
-#define LINROPE_MIXER_STEP(ARGUMENT)                                                                                     \
-  ARGUMENT(Tensor, "Tensor", x) ARGUMENT(Tensor, "Tensor(a!)", kv) ARGUMENT(Maybe, "Tensor(b!)?", z)                     \
-  ARGUMENT(Tensor, "Tensor(c!)", positions) ARGUMENT(Maybe, "Tensor(d!)?", inputs) ARGUMENT(Maybe, "Tensor?", slots)     \
-  ARGUMENT(Maybe, "Tensor?", decay)                                                                                      \
-  ARGUMENT(Maybe, "Tensor?", q_proj) ARGUMENT(Maybe, "Tensor?", q_bias)                                                  \
-  ARGUMENT(Maybe, "Tensor?", k_proj) ARGUMENT(Maybe, "Tensor?", k_bias)                                                  \
-  ARGUMENT(Maybe, "Tensor?", v_proj) ARGUMENT(Maybe, "Tensor?", v_bias)                                                  \
-  ARGUMENT(Maybe, "Tensor?", gate_proj) ARGUMENT(Maybe, "Tensor?", gate_bias)                                            \
-  ARGUMENT(Maybe, "Tensor?", forget_proj) ARGUMENT(Maybe, "Tensor?", forget_bias)                                        \
-  ARGUMENT(Maybe, "Tensor?", write_proj) ARGUMENT(Maybe, "Tensor?", write_bias)                                          \
-  ARGUMENT(Maybe, "Tensor?", erase_proj) ARGUMENT(Maybe, "Tensor?", erase_bias)                                          \
-  ARGUMENT(Maybe, "Tensor?", o_proj) ARGUMENT(Maybe, "Tensor?", o_bias)                                                  \
-  ARGUMENT(int64_t, "int", heads) ARGUMENT(bool, "bool", gate) ARGUMENT(bool, "bool", forget)                            \
-  ARGUMENT(Maybe, "Tensor?", up) ARGUMENT(Maybe, "Tensor?", up_bias) ARGUMENT(double, "float", bound)                    \
-  ARGUMENT(int64_t, "int", write) ARGUMENT(double, "float", erase)                                                       \
-  ARGUMENT(Maybe, "Tensor?", weight) ARGUMENT(Maybe, "Tensor?", bias) ARGUMENT(bool, "bool", silu)                       \
-  ARGUMENT(Maybe, "Tensor?", theta) ARGUMENT(int64_t, "int", layout)                                                     \
-  ARGUMENT(int64_t, "int", feature_map) ARGUMENT(double, "float", unit)                                                  \
-  ARGUMENT(bool, "bool", normalize) ARGUMENT(double, "float", eps)                                                       \
-  ARGUMENT(Maybe, "Tensor?", norm) ARGUMENT(double, "float", norm_eps) ARGUMENT(bool, "bool", over_heads)                \
-  ARGUMENT(bool, "bool", gate_first) ARGUMENT(Maybe, "Tensor?", skip) ARGUMENT(bool, "bool", skip_first)
+// The arguments of mixer_step. First those that differ from token to token.
+#define LINROPE_MIXER_STEP(ARGUMENT)                                                                                  \
+  ARGUMENT(Tensor, x) ARGUMENT(Written, kv) ARGUMENT(MaybeWritten, z) ARGUMENT(Written, positions)                    \
+  ARGUMENT(MaybeWritten, inputs) ARGUMENT(Maybe, slots) ARGUMENT(Maybe, decay)                                        \
+  ARGUMENT(Maybe, q_proj) ARGUMENT(Maybe, q_bias) ARGUMENT(Maybe, k_proj) ARGUMENT(Maybe, k_bias)                     \
+  ARGUMENT(Maybe, v_proj) ARGUMENT(Maybe, v_bias) ARGUMENT(Maybe, gate_proj) ARGUMENT(Maybe, gate_bias)               \
+  ARGUMENT(Maybe, forget_proj) ARGUMENT(Maybe, forget_bias) ARGUMENT(Maybe, write_proj) ARGUMENT(Maybe, write_bias)   \
+  ARGUMENT(Maybe, erase_proj) ARGUMENT(Maybe, erase_bias) ARGUMENT(Maybe, o_proj) ARGUMENT(Maybe, o_bias)             \
+  ARGUMENT(int64_t, heads) ARGUMENT(bool, gate) ARGUMENT(bool, forget) ARGUMENT(Maybe, up) ARGUMENT(Maybe, up_bias)   \
+  ARGUMENT(double, bound) ARGUMENT(int64_t, write) ARGUMENT(double, erase)                                            \
+  ARGUMENT(Maybe, weight) ARGUMENT(Maybe, bias) ARGUMENT(bool, silu) ARGUMENT(Maybe, theta) ARGUMENT(int64_t, layout) \
+  ARGUMENT(int64_t, feature_map) ARGUMENT(double, unit) ARGUMENT(bool, normalize) ARGUMENT(double, eps)               \
+  ARGUMENT(Maybe, norm) ARGUMENT(double, norm_eps) ARGUMENT(bool, over_heads) ARGUMENT(bool, gate_first)              \
+  ARGUMENT(Maybe, skip) ARGUMENT(bool, skip_first)
 
 // x: the layer's input (b, 1, dim) or (b, dim), if the projections are given, and then the result is the layer's output in
 // this shape. Without the projections: their results (b, ·) side by side, and the result (b, out_heads e) is what W_o
 // takes. up (g, units, rank), up_bias (g, units) and bound are those of a forget gate per feature, whose first product is
 // forget_proj. write: a WriteFactor. erase: the largest number of the erase gate, or 0 without one; with one there is no z.
-// decay (g,) is the log of a fixed decay. weight may be (c, 1, taps), and norm (out_heads e,) with over_heads. The other
-// arguments are those of convolve, step and gated_norm. With slots (b,), inputs, kv, z and positions (rows,) are those of
-// a pool, and sequence i has row slots[i] of each.
-struct MixerArguments {
-#define LINROPE_FIELD(type, schema, name) type name;
-  LINROPE_MIXER_STEP(LINROPE_FIELD)
-#undef LINROPE_FIELD
-  static MixerArguments from_stack(const Value* stack) {
-#define LINROPE_TAKE(type, schema, name) take<type>(*stack++),
-    return {LINROPE_MIXER_STEP(LINROPE_TAKE)};
-#undef LINROPE_TAKE
-  }
-  static std::string schema() {
-    std::string text;
-#define LINROPE_ADD(type, schema, name) text.append(text.empty() ? "" : ", ").append(schema " " #name);
-    LINROPE_MIXER_STEP(LINROPE_ADD)
-#undef LINROPE_ADD
-    return "mixer_step(" + text + ") -> Tensor";
-  }
-};
+// decay (g,) is the log of a fixed decay. The other arguments are those of convolve, step and gated_norm. With slots (b,),
+// inputs, kv, z and positions (rows,) are those of a pool, and sequence i has row slots[i] of each.
+LINROPE_RECORD(MixerArguments, LINROPE_MIXER_STEP)
 
 // The sizes of a step, and the columns of its projections: q (h d), k (key_heads d), v (g e), and if they are wanted the
 // gate (out_heads e), the forget gate (g, or `rank` if it is per feature), the write gate (g) and the erase gate (g) before
@@ -332,12 +317,9 @@ inline Tensor mixer_step(const MixerArguments& a) {
   const Tensor starts = a.slots ? positions_at(*a.slots, positions, at.b, a.kv.size(0)) : positions;
   const Tensor mixed = a.weight ? empty(kFloat32, {at.b, at.channels}) : x;
   std::optional<ConvolutionCall> convolution;
-  if (a.weight) {
-    const Tensor& w = *a.weight;
-    const bool middle = w.dim() == 3 && w.size(1) == 1;  // as in torch.nn.Conv1d
-    const Tensor weight = middle ? reinterpret(w, 0, {w.size(0), w.size(2)}, {w.stride(0), w.stride(2)}) : w;
-    convolution.emplace(as_token(x, 0, at.channels), weight, a.bias, a.inputs, Maybe(), a.slots, a.silu);
-  }
+  if (a.weight)
+    convolution.emplace(ConvolutionArguments{as_token(x, 0, at.channels), *a.weight, a.bias, a.inputs, {}, a.silu},
+                        a.slots);
   Inputs step(kStep);
   step[kQ] = as_heads(mixed, 0, at.h, at.d);
   step[kK] = as_heads(mixed, at.h * at.d, at.key_heads, at.d);
@@ -360,11 +342,8 @@ inline Tensor mixer_step(const MixerArguments& a) {
   const Tensor out = empty(kFloat32, {at.b, 1, at.out_heads, at.e});
   c.out = view(out);
   const Maybe gate = a.gate ? Maybe(as_token(x, at.gate, at.out_heads * at.e)) : Maybe();
-  const bool flat = a.norm && a.over_heads && a.norm->dim() == 1 && a.norm->size(0) == at.out_heads * at.e;
-  const int64_t stride = flat ? a.norm->stride(0) : 1;
-  const Maybe norm = flat ? Maybe(reinterpret(*a.norm, 0, {at.out_heads, at.e}, {at.e * stride, stride})) : a.norm;
-  NormCall after(out, gate, a.skip ? step[kV] : Maybe(), norm, a.skip, a.norm_eps, a.over_heads, a.gate_first,
-                 a.skip_first);
+  NormCall after({.out = out, .weight = a.norm, .gate = gate, .v = a.skip ? step[kV] : Maybe(), .skip = a.skip,
+                  .eps = a.norm_eps, .over_heads = a.over_heads, .gate_first = a.gate_first, .skip_first = a.skip_first});
   const int64_t numbers = at.out_heads * at.e;
   const Tensor normed = empty(kFloat32, {at.b, numbers}), y = projections ? projections->output() : normed;
   after.y = {(char*)normed.data_ptr(), numbers, numbers, at.e};

@@ -61,36 +61,43 @@ inline const float* parameter(const char* name, const Tensor& x, std::initialize
 
 inline int64_t whole_vectors(int64_t count) { return (count + isa().lanes - 1) / isa().lanes * isa().lanes; }
 
+// weight (c, taps), or (c, 1, taps) as in torch.nn.Conv1d
+#define LINROPE_CONVOLVE(ARGUMENT)                                                                \
+  ARGUMENT(Tensor, x) ARGUMENT(Tensor, weight) ARGUMENT(Maybe, bias) ARGUMENT(Maybe, before)      \
+  ARGUMENT(Maybe, cu_seqlens) ARGUMENT(bool, silu)
+LINROPE_RECORD(ConvolutionArguments, LINROPE_CONVOLVE)
+
 struct ConvolutionCall : Convolution {
   std::vector<float> padded_weights;
   std::vector<int64_t> sequence_bounds;
   int64_t b;
 
-  ConvolutionCall(const Tensor& tokens_in, const Tensor& taps_in, const Maybe& bias, const Maybe& inputs,
-                  const Maybe& cu_seqlens, const Maybe& rows, bool with_silu)
-      : Convolution{} {
-    type = tokens_type("x", tokens_in, 3);
-    silu = with_silu;
-    b = tokens_in.size(0);
-    n = tokens_in.size(1);
-    c = tokens_in.size(2);
-    x = tokens("x", tokens_in, type, {b, n, c});
-    if (taps_in.dim() != 2 || taps_in.size(1) < 1 || taps_in.size(1) > kMaxTaps)
-      refuse("weight: got shape ", shape_text(taps_in), ", expected (c, 1 to ", kMaxTaps, " taps)");
-    taps = (int)taps_in.size(1);
+  explicit ConvolutionCall(const ConvolutionArguments& a, const Maybe& rows = {}) : Convolution{} {
+    type = tokens_type("x", a.x, 3);
+    silu = a.silu;
+    b = a.x.size(0);
+    n = a.x.size(1);
+    c = a.x.size(2);
+    x = tokens("x", a.x, type, {b, n, c});
+    const bool middle = a.weight.dim() == 3 && a.weight.size(1) == 1;
+    const int64_t last = middle || a.weight.dim() == 2 ? a.weight.size(a.weight.dim() - 1) : 0;
+    if (last < 1 || last > kMaxTaps)
+      refuse("weight: got shape ", shape_text(a.weight), ", expected (c, 1 to ", kMaxTaps, " taps)");
+    taps = (int)last;
     stride = whole_vectors(c);
-    pad_weights(parameter("weight", taps_in, {c, taps}), bias ? parameter("bias", *bias, {c}) : nullptr);
+    pad_weights(middle ? parameter("weight", a.weight, {c, 1, taps}) : parameter("weight", a.weight, {c, taps}),
+                a.bias ? parameter("bias", *a.bias, {c}) : nullptr);
     sequences = b;
-    if (cu_seqlens) {
-      check_cu_seqlens(*cu_seqlens);
-      sequence_bounds = rising_bounds(cu_seqlens->data_ptr(), cu_seqlens->type(), cu_seqlens->size(0), n);
+    if (a.cu_seqlens) {
+      check_cu_seqlens(*a.cu_seqlens);
+      sequence_bounds = rising_bounds(a.cu_seqlens->data_ptr(), a.cu_seqlens->type(), a.cu_seqlens->size(0), n);
       if (b != 1) refuse("cu_seqlens: got a batch of ", b, ", expected a batch of 1");
       sequences = (int64_t)sequence_bounds.size() - 1;
       bounds = sequence_bounds.data();
     }
-    const int64_t count = rows ? read_slots(*rows, inputs) : sequences;
-    if (inputs) before = tokens("before", *inputs, type, {count, taps - 1, c});
-    if (inputs && taps == 1) before.data = nullptr;
+    const int64_t count = rows ? read_slots(*rows, a.before) : sequences;
+    if (a.before) before = tokens("before", *a.before, type, {count, taps - 1, c});
+    if (a.before && taps == 1) before.data = nullptr;
   }
   ConvolutionCall(const ConvolutionCall&) = delete;
 
@@ -114,9 +121,9 @@ struct ConvolutionCall : Convolution {
   bool covers_all_tokens() const { return !bounds || (bounds[0] == 0 && bounds[sequences] == n); }
 };
 
-inline Tensor convolve(Tensor x, Tensor weight, Maybe bias, Maybe before, Maybe cu_seqlens, bool silu) {
-  ConvolutionCall c(x, weight, bias, before, cu_seqlens, {}, silu);
-  Tensor y = empty(x.type(), {c.b, c.n, c.c}, !c.covers_all_tokens());
+inline Tensor convolve(const ConvolutionArguments& a) {
+  ConvolutionCall c(a);
+  Tensor y = empty(c.type, {c.b, c.n, c.c}, !c.covers_all_tokens());
   c.y = view(y);
   Tasks(c.b, c.n).run(c.c, [&](int64_t, int64_t batch, int64_t begin, int64_t end) {
     isa().convolve(c, batch, begin, end);
@@ -124,17 +131,18 @@ inline Tensor convolve(Tensor x, Tensor weight, Maybe bias, Maybe before, Maybe 
   return y;
 }
 
-// dx, d_weight, d_bias, d_before
-inline std::tuple<Tensor, Tensor, Tensor, Tensor> convolve_backward(Tensor gradient, Tensor x, Tensor weight,
-                                                                    Maybe bias, Maybe before, Maybe cu_seqlens,
-                                                                    bool silu) {
-  ConvolutionCall c(x, weight, bias, before, cu_seqlens, {}, silu);
-  const auto type = x.type();
-  c.dy = tokens("gradient", gradient, c.type, {c.b, c.n, c.c});
-  Tensor dx = empty(type, {c.b, c.n, c.c}, !c.covers_all_tokens());
-  Tensor d_before = before ? empty(type, {c.sequences, c.taps - 1, c.c}, true) : empty(type, {0});
+#define LINROPE_CONVOLVE_GRADIENTS(RESULT) \
+  RESULT(Tensor, x) RESULT(Tensor, weight) RESULT(Maybe, bias) RESULT(Maybe, before)
+LINROPE_RECORD(ConvolutionGradients, LINROPE_CONVOLVE_GRADIENTS)
+
+inline ConvolutionGradients convolve_backward(const WithGradient<ConvolutionArguments>& arguments) {
+  const ConvolutionArguments& a = arguments.call;
+  ConvolutionCall c(a);
+  c.dy = tokens("gradient", arguments.gradient, c.type, {c.b, c.n, c.c});
+  Tensor dx = empty(c.type, {c.b, c.n, c.c}, !c.covers_all_tokens());
+  const Maybe d_before = empty_if(a.before.has_value(), c.type, {c.sequences, c.taps - 1, c.c}, true);
   c.dx = view(dx);
-  if (before && c.taps > 1) c.d_before = view(d_before);
+  if (d_before && c.taps > 1) c.d_before = view(*d_before);
   const Tasks tasks(c.b, c.n);
   const int64_t size = (c.taps + 1) * c.stride;
   std::vector<float> sums(tasks.count() * size);
@@ -142,11 +150,12 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> convolve_backward(Tensor gradi
     isa().convolve_backward(c, batch, begin, end, sums.data() + task * size);
   });
   const std::vector<double> sum = total(sums, size);
-  Tensor d_weight = empty(kFloat32, {c.c, c.taps}), d_bias = empty(kFloat32, {bias ? c.c : 0});
-  float *to_weight = (float*)d_weight.data_ptr(), *to_bias = (float*)d_bias.data_ptr();
+  const Tensor d_weight = empty(kFloat32, {c.c, c.taps});
+  const Maybe d_bias = empty_if(a.bias.has_value(), kFloat32, {c.c});
+  float *to_weight = (float*)d_weight.data_ptr(), *to_bias = data_of<float>(d_bias);
   for (int64_t i = 0; i < c.c; i++)
     for (int64_t t = 0; t < c.taps; t++) to_weight[i * c.taps + t] = (float)sum[t * c.stride + i];
-  for (int64_t i = 0; bias && i < c.c; i++) to_bias[i] = (float)sum[c.taps * c.stride + i];
+  for (int64_t i = 0; to_bias && i < c.c; i++) to_bias[i] = (float)sum[c.taps * c.stride + i];
   return {dx, d_weight, d_bias, d_before};
 }
 
@@ -162,45 +171,55 @@ inline void run_convolve_step(const ConvolutionCall& c) {
   });
 }
 
+// weight (e,) or (h, e), and with over_heads also (h e,)
+#define LINROPE_GATED_NORM(ARGUMENT)                                                                               \
+  ARGUMENT(Tensor, out) ARGUMENT(Maybe, weight) ARGUMENT(Maybe, gate) ARGUMENT(Maybe, v) ARGUMENT(Maybe, skip)     \
+  ARGUMENT(double, eps) ARGUMENT(bool, over_heads) ARGUMENT(bool, gate_first) ARGUMENT(bool, skip_first)           \
+  ARGUMENT(bool, sigmoid)
+LINROPE_RECORD(NormArguments, LINROPE_GATED_NORM)
+
 struct NormCall : Norm {
   std::vector<float> padded_weights;
   int64_t b, stride;
+  bool shared = false;  // all heads have one weight of e numbers
 
-  NormCall(const Tensor& x, const Maybe& z, const Maybe& values, const Maybe& weights, const Maybe& skips,
-           double epsilon, bool all_heads, bool z_first, bool values_first, bool with_sigmoid = false)
-      : Norm{} {
-    type = tokens_type("out", x, 4);
-    if (x.size(2) >= 1 << 16 || x.size(3) >= 1 << 16)
-      refuse("out: got shape ", shape_text(x), ", expected fewer than 65536 heads and values");
-    b = x.size(0);
-    n = x.size(1);
-    h = (int)x.size(2);
-    e = (int)x.size(3);
+  explicit NormCall(const NormArguments& a) : Norm{} {
+    type = tokens_type("out", a.out, 4);
+    if (a.out.size(2) > kMaxValues || a.out.size(3) > kMaxValues)
+      refuse("out: got shape ", shape_text(a.out), ", expected fewer than 65536 heads and values");
+    b = a.out.size(0);
+    n = a.out.size(1);
+    h = (int)a.out.size(2);
+    e = (int)a.out.size(3);
     g = h ? h : 1;
     stride = whole_vectors(e);
-    out = tokens("out", x, type, {b, n, h, e});
-    if (z) gate = tokens("gate", *z, type, {b, n, (int64_t)h * e}, e);
-    if (values.has_value() != skips.has_value()) refuse("v, skip: got one of them, expected both or none");
-    if (values) {
-      if (values->dim() != 4 || values->size(2) < 1 || h % values->size(2))
-        refuse("v: got shape ", shape_text(*values), ", expected (b, n, g, e) with a divisor g of ", h);
-      g = (int)values->size(2);
-      v = tokens("v", *values, type, {b, n, g, e});
-      skip = parameter("skip", *skips, {h});
+    out = tokens("out", a.out, type, {b, n, h, e});
+    if (a.gate) gate = tokens("gate", *a.gate, type, {b, n, (int64_t)h * e}, e);
+    if (a.v.has_value() != a.skip.has_value()) refuse("v, skip: got one of them, expected both or none");
+    if (a.v) {
+      if (a.v->dim() != 4 || a.v->size(2) < 1 || h % a.v->size(2))
+        refuse("v: got shape ", shape_text(*a.v), ", expected (b, n, g, e) with a divisor g of ", h);
+      g = (int)a.v->size(2);
+      v = tokens("v", *a.v, type, {b, n, g, e});
+      skip = parameter("skip", *a.skip, {h});
     }
-    if (weights) pad_weights(*weights);
-    if (weights && !(epsilon > 0)) refuse("eps: got ", epsilon, ", expected a positive number");
-    eps = (float)epsilon;
-    over_heads = all_heads;
-    gate_first = z_first;
-    skip_first = values_first;
-    sigmoid = with_sigmoid;
+    over_heads = a.over_heads;
+    if (a.weight) pad_weights(*a.weight);
+    if (a.weight && !(a.eps > 0)) refuse("eps: got ", a.eps, ", expected a positive number");
+    eps = (float)a.eps;
+    gate_first = a.gate_first;
+    skip_first = a.skip_first;
+    sigmoid = a.sigmoid;
   }
   NormCall(const NormCall&) = delete;
 
   void pad_weights(const Tensor& weights) {
-    const bool shared = weights.dim() == 1;  // by all heads
-    const float* from = shared ? parameter("weight", weights, {e}) : parameter("weight", weights, {h, e});
+    const int64_t all = (int64_t)h * e;
+    const bool flat = over_heads && weights.dim() == 1 && weights.size(0) == all;
+    shared = weights.dim() == 1 && !flat;
+    const float* from = flat     ? parameter("weight", weights, {all})
+                        : shared ? parameter("weight", weights, {e})
+                                 : parameter("weight", weights, {h, e});
     padded_weights.resize(h * stride);
     for (int64_t head = 0; head < h; head++)
       memcpy(padded_weights.data() + head * stride, from + (shared ? 0 : head * e), 4 * e);
@@ -214,30 +233,30 @@ inline void run_norm(const NormCall& c) {
   });
 }
 
-inline Tensor gated_norm(Tensor out, Maybe gate, Maybe v, Maybe weight, Maybe skip, double eps, bool over_heads,
-                         bool gate_first, bool skip_first, bool sigmoid) {
-  NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first, sigmoid);
+inline Tensor gated_norm(const NormArguments& a) {
+  NormCall c(a);
   const int64_t numbers = (int64_t)c.h * c.e;
-  Tensor y = empty(out.type(), {c.b, c.n, numbers});
+  Tensor y = empty(c.type, {c.b, c.n, numbers});
   c.y = {(char*)y.data_ptr(), c.n * numbers, numbers, c.e};
   run_norm(c);
   return y;
 }
 
-// d_out, d_gate, d_v, d_weight, d_skip
-inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
-    Tensor gradient, Tensor out, Maybe gate, Maybe v, Maybe weight, Maybe skip, double eps, bool over_heads,
-    bool gate_first, bool skip_first, bool sigmoid) {
-  NormCall c(out, gate, v, weight, skip, eps, over_heads, gate_first, skip_first, sigmoid);
-  const auto type = out.type();
+#define LINROPE_GATED_NORM_GRADIENTS(RESULT) \
+  RESULT(Tensor, out) RESULT(Maybe, weight) RESULT(Maybe, gate) RESULT(Maybe, v) RESULT(Maybe, skip)
+LINROPE_RECORD(NormGradients, LINROPE_GATED_NORM_GRADIENTS)
+
+inline NormGradients gated_norm_backward(const WithGradient<NormArguments>& arguments) {
+  const NormArguments& a = arguments.call;
+  NormCall c(a);
   const int64_t numbers = (int64_t)c.h * c.e;
-  c.dy = tokens("gradient", gradient, c.type, {c.b, c.n, numbers}, c.e);
-  Tensor d_out = empty(type, {c.b, c.n, c.h, c.e});
-  Tensor d_gate = gate ? empty(type, {c.b, c.n, numbers}) : empty(type, {0});
-  Tensor d_v = v ? empty(type, {c.b, c.n, c.g, c.e}) : empty(type, {0});
+  c.dy = tokens("gradient", arguments.gradient, c.type, {c.b, c.n, numbers}, c.e);
+  const Tensor d_out = empty(c.type, {c.b, c.n, c.h, c.e});
+  const Maybe d_gate = empty_if(a.gate.has_value(), c.type, {c.b, c.n, numbers});
+  const Maybe d_v = empty_if(a.v.has_value(), c.type, {c.b, c.n, c.g, c.e});
   c.d_out = view(d_out);
-  c.d_gate = {(char*)d_gate.data_ptr(), c.n * numbers, numbers, c.e};
-  if (v) c.d_v = view(d_v);
+  c.d_gate = {data_of<char>(d_gate), c.n * numbers, numbers, c.e};
+  c.d_v = view_of(d_v);
   const Tasks tasks(c.b, c.n);
   const int64_t size = 2 * c.h * c.stride;
   std::vector<float> sums(tasks.count() * size);
@@ -245,18 +264,17 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_norm_backward(
     isa().norm_backward(c, batch, begin, end, sums.data() + task * size);
   });
   const std::vector<double> sum = total(sums, size);
-  const bool shared = weight && weight->dim() == 1;  // by all heads
-  std::vector<double> of_weight((weight ? shared ? 1 : c.h : 0) * c.e), of_skip(skip ? c.h : 0);
+  std::vector<double> of_weight((c.shared ? 1 : c.h) * c.e), of_skip(c.h);
   for (int64_t head = 0; head < c.h; head++)
     for (int64_t i = 0; i < c.e; i++) {
-      if (weight) of_weight[(shared ? 0 : head) * c.e + i] += sum[head * c.stride + i];
-      if (skip) of_skip[head] += sum[(c.h + head) * c.stride + i];
+      of_weight[(c.shared ? 0 : head) * c.e + i] += sum[head * c.stride + i];
+      of_skip[head] += sum[(c.h + head) * c.stride + i];
     }
-  Tensor d_weight = empty(kFloat32, {(int64_t)of_weight.size()});
-  Tensor d_skip = empty(kFloat32, {(int64_t)of_skip.size()});
-  std::copy(of_weight.begin(), of_weight.end(), (float*)d_weight.data_ptr());
-  std::copy(of_skip.begin(), of_skip.end(), (float*)d_skip.data_ptr());
-  return {d_out, d_gate, d_v, d_weight, d_skip};
+  const Maybe d_weight = empty_if(a.weight.has_value(), kFloat32, {(int64_t)of_weight.size()});
+  const Maybe d_skip = empty_if(a.skip.has_value(), kFloat32, {c.h});
+  if (d_weight) std::copy(of_weight.begin(), of_weight.end(), data_of<float>(d_weight));
+  if (d_skip) std::copy(of_skip.begin(), of_skip.end(), data_of<float>(d_skip));
+  return {d_out, d_weight, d_gate, d_v, d_skip};
 }
 
 }  // namespace linrope

@@ -14,7 +14,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 
 #include "call.h"
@@ -141,13 +140,18 @@ class Tensor {
 };
 using Maybe = std::optional<Tensor>;
 
+struct Written : Tensor {  // an argument that the operator writes to, as its schema says
+  using Tensor::Tensor;
+};
+using MaybeWritten = std::optional<Written>;
+
 // An argument, which the operator owns from here on
 template <class T> T take(Value value) {
-  if constexpr (std::is_same_v<T, Tensor>) return Tensor((TensorHandle)value);
-  else if constexpr (std::is_same_v<T, Maybe>) {
+  if constexpr (std::is_base_of_v<Tensor, T>) return T((TensorHandle)value);
+  else if constexpr (std::is_constructible_v<T, std::nullopt_t>) {
     if (!value) return {};
     const std::unique_ptr<Value> inner((Value*)value);  // made by PyTorch's `new`
-    return take<Tensor>(*inner);
+    return take<typename T::value_type>(*inner);
   } else if constexpr (std::is_same_v<T, bool>) return value & 1;
   else return std::bit_cast<T>(value);
 }
@@ -173,12 +177,58 @@ inline TensorHandle none() {
 }
 inline TensorHandle shared(const Maybe& x) { return x ? shared(*x) : none(); }
 
+// alias: the letter of the next tensor that is written
+template <class T> std::string type_in_schema(char& alias) {
+  if constexpr (std::is_same_v<T, Written>) return std::string("Tensor(") + alias++ + "!)";
+  else if constexpr (std::is_constructible_v<T, std::nullopt_t>) return type_in_schema<typename T::value_type>(alias) + "?";
+  else if constexpr (std::is_same_v<T, Tensor>) return "Tensor";
+  else return std::is_same_v<T, bool> ? "bool" : std::is_same_v<T, double> ? "float" : "int";
+}
+
+// A record of the arguments or the results of an operator. LIST(X) is X(type, name) for each of them, in the order of the
+// schema
+#define LINROPE_FIELD(type, name) type name;
+#define LINROPE_TAKE(type, name) take<type>(*stack++),
+#define LINROPE_DESCRIBE(type, name) .append(type_in_schema<type>(alias)).append(" " #name ", ")
+#define LINROPE_VISIT(type, name) f(name);
+#define LINROPE_RECORD(Record, LIST)                                                                              \
+  struct Record {                                                                                                 \
+    LIST(LINROPE_FIELD)                                                                                           \
+    static Record from_stack(const Value*& stack) { return {LIST(LINROPE_TAKE)}; }                                \
+    static std::string schema() {                                                                                 \
+      char alias = 'a';                                                                                           \
+      const std::string text = std::string() LIST(LINROPE_DESCRIBE);                                              \
+      return text.substr(0, text.size() - 2);                                                                     \
+    }                                                                                                             \
+    template <class F> void each(const F& f) const { LIST(LINROPE_VISIT) }                                        \
+  };
+
+// The arguments of a backward operator with one gradient
+template <class Record> struct WithGradient {
+  Record call;
+  Tensor gradient;
+  static WithGradient from_stack(const Value*& stack) { return {Record::from_stack(stack), take<Tensor>(*stack++)}; }
+  static std::string schema() { return Record::schema() + ", Tensor gradient"; }
+};
+
+template <class Results> std::string results_in_schema() {
+  if constexpr (std::is_same_v<Results, Tensor>) return " -> Tensor";
+  else {
+    std::string text = " -> (" + Results::schema() + ")";
+    std::erase(text, '?');  // an absent result is an undefined tensor
+    return text;
+  }
+}
+
 // Writes the tensors that `run` returns to the stack. If it throws, sets `failure` and returns undefined tensors. The first
 // result of a run that succeeds is therefore never undefined
 template <class Run> void leave(Value* stack, uint64_t count, const Run& run) noexcept {
   try {
-    const auto results = std::tuple(run());  // of a tuple a copy
-    std::apply([&](const auto&... x) { ((*stack++ = (Value)shared(x)), ...); }, results);
+    const auto results = run();
+    Value* to = stack;
+    const auto put = [&](const auto& x) { *to++ = (Value)shared(x); };
+    if constexpr (std::is_same_v<decltype(results), const Tensor>) put(results);
+    else results.each(put);
     return;
   } catch (const std::bad_alloc&) {
     failure.said = "MemoryError: no memory for a kernel's scratch";
@@ -189,17 +239,18 @@ template <class Run> void leave(Value* stack, uint64_t count, const Run& run) no
   }
   for (uint64_t i = 0; i < count; i++) pytorch.aoti_torch_new_uninitialized_tensor((TensorHandle*)&stack[i]);
 }
-
-template <class... Arguments, size_t... I>
-std::tuple<Arguments...> take_all(const Value* stack, std::index_sequence<I...>) {
-  return {take<Arguments>(stack[I])...};
-}
-template <class Results, class... Arguments> void call(Results (*f)(Arguments...), Value* stack, uint64_t count) {
-  leave(stack, count, [&] {
-    return std::apply(f, take_all<Arguments...>(stack, std::index_sequence_for<Arguments...>()));
-  });
-}
-// A function of tensors, numbers and flags as an operator
-template <auto f> void boxed(Value* stack, uint64_t, uint64_t count) { call(f, stack, count); }
+// A function of a record as an operator
+template <auto run> struct Boxed;
+template <class Results, class Record, Results (*run)(const Record&)> struct Boxed<run> {
+  static std::string schema() {
+    return "(" + Record::schema() + ")" + results_in_schema<Results>();
+  }
+  static void call(Value* stack, uint64_t, uint64_t count) {
+    leave(stack, count, [&] {
+      const Value* next = stack;
+      return run(Record::from_stack(next));
+    });
+  }
+};
 
 }  // namespace linrope

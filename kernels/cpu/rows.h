@@ -277,8 +277,7 @@ inline void dots(const float* x, const float* y, int stride, int count, int K, f
 // Divides a row by its length and multiplies it by `length`. Returns the factor of the row: 0 if its length
 // is beyond float32
 float set_length(const Shape& s, float* y, float length) {
-  constexpr float kEps = 1e-6f;  // that of linrope/feature_maps/unit.py
-  const float factor = length / std::sqrt(dot(y, y, s.F) + kEps);
+  const float factor = length / std::sqrt(dot(y, y, s.F) + kUnitEps);
   for (int i = 0; i < s.F; i += W) store(y + i, load(y + i) * factor);
   return factor;
 }

@@ -6,6 +6,7 @@ None, and its error is raised here.
 """
 
 import ctypes
+import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from linrope.common.private_names import arguments_of
+from linrope.common.private_names import arguments_of, results_of
 
 _NAMES = {
     "darwin": ("liblinrope_native.dylib", "libtorch_cpu.dylib"),
@@ -40,9 +41,9 @@ def load(path: Path) -> ctypes.CDLL | str:
         return _why_absent(path)
     try:
         library = ctypes.CDLL(str(path))
-        if not hasattr(library, "linrope_start"):
+        if not hasattr(library, "linrope_facts"):
             return "the library was built from other sources: run `make native`"
-        for name in ("pytorch_functions", "start", "error", "instruction_set"):
+        for name in ("pytorch_functions", "start", "error", "instruction_set", "facts"):
             getattr(library, f"linrope_{name}").restype = ctypes.c_char_p
         failed = library.linrope_start(_addresses(_names_in(library)))
     except OSError as error:
@@ -77,6 +78,20 @@ def _addresses(names: list[str]) -> ctypes.Array[Any]:
 
 _library = load(LIBRARY)
 WHY_NOT = _library if isinstance(_library, str) else None  # it cannot be loaded
+
+
+# Its limits, and names in the order of its numbers for them; without a library there are none
+FACTS: dict[str, Any] = {} if isinstance(_library, str) else json.loads(_library.linrope_facts())
+
+
+def limit(name: str) -> int:
+    """One of the library's limits; 0 without a library, which cannot run any call."""
+    return int(FACTS.get(name, 0))
+
+
+def numbers_of(name: str) -> dict[str, int]:
+    """The library's numbers for the names of this list; none without a library."""
+    return {word: i for i, word in enumerate(FACTS.get(name, ()))}
 
 
 def pytorch_functions() -> list[str]:
@@ -124,6 +139,11 @@ def run_by_name(operator: str, arguments: dict[str, Any]) -> Any:
     return run(operator, *_in_order(operator)(arguments))
 
 
+def named_results(operator: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The results of ``run_by_name``, by their names in the schema."""
+    return dict(zip(result_names(operator), run_by_name(operator, arguments)))
+
+
 @cache
 def _operator(name: str) -> Any:
     return getattr(torch.ops.linrope_native, name).default
@@ -133,6 +153,12 @@ def _operator(name: str) -> Any:
 def argument_names(operator: str) -> list[str]:
     """The names of an operator's arguments, in its schema's order."""
     return [*arguments_of(_operator(operator))]
+
+
+@cache
+def result_names(operator: str) -> list[str]:
+    """The names of an operator's results, in its schema's order."""
+    return results_of(_operator(operator))
 
 
 @cache

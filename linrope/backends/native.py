@@ -35,13 +35,10 @@ from linrope.recurrence.call import (
 )
 from linrope.recurrence.state import LinearAttentionState
 
-MAX_DIM = 256
 OPTIONS, TAKES_VALUE_GROUPS, CLAMPS_GATES = COMMON | {"erase", "query_factor"}, True, False
-# The numbers of kernels/cpu/call.h
-BLOCK = 256
-MAPS = {"identity": 0, "elu+1": 1, "relu": 2, "relu2": 3, "exp": 4, "silu": 5}
-LAYOUTS = {"interleaved": 1, "half": 2}
-
+# The library's limits and its numbers for names; without a library there are none
+MAX_DIM, MAX_TAPS, MAX_VALUES, BLOCK = map(library.limit, ("max_dim", "max_taps", "max_values", "block"))
+MAPS, LAYOUTS, WRITE_FACTORS = map(library.numbers_of, ("maps", "layouts", "write_factors"))
 
 _in_use = next(iter(library.INSTRUCTION_SETS), None)
 _untried = library.UNTESTED is not None and library.WHY_NOT is None
@@ -102,11 +99,13 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
         return f"a state with kv in {state.kv.dtype} and z in {state.z.dtype}: use backend='eager'"
     if call.xpos_log_decay is not None:
         return "xpos, a decay per pair of features: use backend='eager'"
+    if (reason := why_not()) is not None:
+        return reason
     if f > MAX_DIM or e > MAX_DIM:
         return (
             f"{f} features and {e} values per head: native takes up to {MAX_DIM} of each; use backend='eager'"
         )
-    return why_not()
+    return None
 
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
@@ -245,10 +244,11 @@ def settings(call: Call) -> dict[str, Any]:
         "feature_map": MAPS[call.feature_map],
         "unit": call.query_factor,
         "theta": call.theta_turns,
-        "layout": LAYOUTS[call.layout] if call.pairs else 0,
+        "layout": LAYOUTS[call.layout if call.pairs else "none"],
         "normalize": call.normalize,
         "eps": call.eps,
         "add_eps": call.eps_mode == "add",
+        "save_z": _saves_z(call),
     }
 
 
@@ -345,22 +345,20 @@ def backward(call: Call, sums: Sums | None, saved: list[Tensor], g: ResultGradie
         ),
         **{f"want_{name}": has_tokens and getattr(call, name) is not None for name in wanted},
     }
-    gradients = library.run_by_name("backward", arguments | _tensors(call, sums) | settings(call))
-    dq, dk, dv, d_log, *d_others, d_kv, d_z = gradients
+    found = library.named_results("backward", arguments | _tensors(call, sums) | settings(call))
     if has_tokens and not call.decays_by_unit and call.log_decay is not None:
-        d_log = d_log.squeeze(3)
+        found["log_decay"] = found["log_decay"].squeeze(3)
     if sums is not None and call.erase is not None:
-        d_z = torch.zeros_like(sums.z)
+        found["z"] = torch.zeros_like(sums.z)
     return Gradients(
-        q=None if call.q is None else sum_of_heads(dq, q),
-        k=sum_of_heads(dk, k),
-        v=dv.to(call.v.dtype),
+        q=None if call.q is None else sum_of_heads(found["q"], q),
+        k=sum_of_heads(found["k"], k),
+        v=found["v"].to(call.v.dtype),
         **{
-            name: _input_gradient(d if has_tokens else None, getattr(call, name))
-            for name, d in zip(wanted, (d_log, *d_others), strict=True)
+            name: _input_gradient(found[name] if has_tokens else None, getattr(call, name)) for name in wanted
         },
-        kv=None if sums is None else d_kv,
-        z=None if sums is None else d_z,
+        kv=None if sums is None else found["kv"],
+        z=None if sums is None else found["z"],
     )
 
 

@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Names that functions of PyTorch take, and options that are read without it
+SPANS = ("head", "all")  # what a norm goes over: each head alone, or all of them
+ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the norm
+ROPE_ORDERS = ("after", "before")  # where the rotation acts: after or before the feature map
+
 
 def expected_one_of(value: object, known: Sequence[str], also: str = "") -> str:
     """The end of an error message: lists the known names and suggests the one nearest to the value.

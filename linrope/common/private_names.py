@@ -102,6 +102,11 @@ def arguments_of(operator: Any) -> dict[str, Any]:
     return {argument.name: argument.default_value for argument in operator._schema.arguments}
 
 
+def results_of(operator: Any) -> list[str]:
+    """The names of an overload's results, in the order of its schema."""
+    return [result.name for result in operator._schema.returns]
+
+
 def softmax_kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:
     """The number of the kernel that scaled_dot_product_attention chooses, which it does not tell."""
     return int(torch._fused_sdp_choice(q, k, v, **options))

@@ -6,6 +6,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
+from linrope.backends import native
 from linrope.common.private_names import watched
 from linrope.decode.layer_step import PreparedLayer
 from linrope.decode.model_step import ModelStep
@@ -14,7 +15,6 @@ from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.state import LayerState
 from linrope.layer.step import step_of
 from linrope.layer.step_reasons import why_not_calls, why_not_state, why_not_weights
-from linrope.ops.norm import MOST_VALUES
 
 
 @overload
@@ -87,9 +87,11 @@ def _why_not_parts(parts: ModelParts, states: Sequence[Any]) -> str | None:
         attention.update(block.attention.modules())
     outside = [x for x in parts.model.modules() if x not in attention]
     if any(
-        max(x.weight.shape) > MOST_VALUES for x in outside if isinstance(x, nn.Linear) and x is not parts.head
+        max(x.weight.shape) > native.MAX_VALUES
+        for x in outside
+        if isinstance(x, nn.Linear) and x is not parts.head
     ):
-        return f"vectors of more than {MOST_VALUES} numbers"
+        return f"vectors of more than {native.MAX_VALUES} numbers"
     return why_not_calls(outside, parts.kinds) or why_not_weights(outside)
 
 

@@ -8,12 +8,18 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from linrope.common.argument_checks import check_bools, check_integers, check_name, check_sizes
+from linrope.common.argument_checks import (
+    ORDERS,
+    ROPE_ORDERS,
+    check_bools,
+    check_integers,
+    check_name,
+    check_sizes,
+)
 from linrope.common.keywords import check_keywords, shows
 from linrope.layer.options import (
     DECAYS,
     ERASE_GATES,
-    ORDERS,
     ROTATIONS,
     DecayOptions,
     EraseGateOptions,
@@ -35,7 +41,6 @@ if TYPE_CHECKING:
     from linrope.rotation.rotary import Rotary
 
 WRITE_GATES = ("tied", "independent")
-ROPE_ORDERS = ("after", "before")  # those of linrope/recurrence/call.py, which imports PyTorch
 SIZES = (
     "embed_dim",
     "num_heads",

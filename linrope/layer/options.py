@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from linrope.common.argument_checks import check_bools, check_keys, check_name
+from linrope.common.argument_checks import ORDERS, SPANS, check_bools, check_keys, check_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,9 +19,6 @@ DECAYS = ("spread", "learned", "retnet")
 ERASE_GATES = ("tied", "independent")
 GATES_PER = ("head", "feature")
 ROTATIONS = ("interleaved", "half", "selective")
-# The names that linrope/ops/norm.py takes, which imports PyTorch
-SPANS = ("head", "all")  # of an output norm
-ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the norm
 STARTS = ("identity", "uniform")
 ACTIVATIONS = ("silu",)
 MOST_TAPS = 2**16

@@ -43,9 +43,8 @@ _PROJECTIONS = (
     "erase_proj",
     "o_proj",
 )
-# The numbers of kernels/cpu/mixer.h; that of a tied erase gate is 3
-_WRITE_FACTORS = {None: 0, "independent": 1, "tied": 2}
-_CHANGING = 7  # mixer_step's first arguments, x to decay, differ from token to token
+# mixer_step's first arguments, which differ from token to token
+_CHANGING = ("x", "kv", "z", "positions", "inputs", "slots", "decay")
 
 _is_contiguous = methodcaller("is_contiguous")
 
@@ -144,7 +143,9 @@ class LayerStep:
         constants = _constants(layer) | {name: None for name, place in weights.items() if place is None}
         self._constants = [*constants.values()]
         at = weights | {name: len(places) + i for i, name in enumerate(constants)}
-        self._order = library.argument_names("mixer_step")[_CHANGING:]
+        names = library.argument_names("mixer_step")
+        self._order = names[len(_CHANGING) :]
+        assert (*names,) == (*_CHANGING, *self._order)
         self._pick = itemgetter(*[at[name] for name in self._order])
 
     def __reduce__(self) -> Any:
@@ -238,16 +239,17 @@ def _constants(layer: Any) -> dict[str, Any]:
     conv, norm, rotary = layer.short_conv, layer.out_norm, layer.rotary
     forget, erase = layer.forget_gate, layer.erase_gate
     bound = forget.bound if isinstance(forget, FeatureForgetGate) else None
+    write = "erased" if layer.config.tied_erase_gate else layer.config.write_gate or "none"
     return {
         "heads": layer.num_heads,
         "gate": layer.g_proj is not None,
         "forget": forget is not None,
         "bound": bound or 0.0,  # 0: none
-        "write": 3 if layer.config.tied_erase_gate else _WRITE_FACTORS[layer.config.write_gate],
+        "write": native.WRITE_FACTORS[write],
         "erase": 0.0 if erase is None else float(erase.largest),
         "silu": conv is not None and conv.activation == "silu",
         "theta": None if rotary is None else rotary.turns_per_position(torch.device("cpu")),
-        "layout": 0 if rotary is None else native.LAYOUTS[rotary.layout],
+        "layout": native.LAYOUTS["none" if rotary is None else rotary.layout],
         "feature_map": native.MAPS[elementwise or ""],
         "unit": unit,
         "normalize": layer.normalize and not layer._out_norm_replaces_normalizer,

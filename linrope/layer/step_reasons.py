@@ -18,7 +18,6 @@ from linrope.layer.selective import EraseGate, ForgetGate, WriteGate
 from linrope.layer.short_convolution import ShortConvolution
 from linrope.layer.state import LayerState
 from linrope.operation.map_facts import backend_map
-from linrope.ops.convolution import MAX_TAPS
 from linrope.rotation.rotary import Rotary
 
 # transformers leaves hooks of this module on a model that was once asked for its hidden states. In other calls they do
@@ -91,8 +90,8 @@ def why_not_options(layer: Any) -> str | None:
         return f"backend={layer.backend!r}"
     if (size := max(layer.head_dim, layer.value_head_dim)) > native.MAX_DIM:
         return f"heads of {size} numbers, more than {native.MAX_DIM}"
-    if taps > MAX_TAPS:
-        return f"{taps} taps, more than {MAX_TAPS}"
+    if taps > native.MAX_TAPS:
+        return f"{taps} taps, more than {native.MAX_TAPS}"
     return None
 
 

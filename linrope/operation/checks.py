@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from linrope import feature_maps
-from linrope.common.argument_checks import check_bools, check_name, check_numbers
+from linrope.common.argument_checks import ROPE_ORDERS, check_bools, check_name, check_numbers
 from linrope.common.tracing import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import is_feature_map
 from linrope.operation.map_facts import MapFacts, facts_of
 from linrope.operation.rotary_type import check_overridden, check_rotary_type
-from linrope.recurrence.call import EPS_MODES, ROPE_ORDERS, Call
+from linrope.recurrence.call import EPS_MODES, Call
 from linrope.recurrence.decay import check_gates
 from linrope.recurrence.identities import WITHOUT_Z, same_identity
 from linrope.recurrence.state import LinearAttentionState

@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
-from linrope.common.argument_checks import check_name
+from linrope.common.argument_checks import ROPE_ORDERS, check_name
 from linrope.feature_maps import FeatureMap
 from linrope.operation import checks
 from linrope.operation.plan import identity_of
 from linrope.operation.rotary_type import check_rotary_type
-from linrope.recurrence.call import ROPE_ORDERS
 from linrope.recurrence.identities import WITHOUT_Z
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary

@@ -51,17 +51,14 @@ def plan_of(settings: tuple[Any, ...], tensors: Sequence[Tensor | None], check: 
     return plan
 
 
-def run_as_is(plan: Plan, operator: str, inputs: Iterable[Tensor | None], *arguments: Any) -> Any:
-    """The native kernel's result from the call's own tensors. None: autograd records the call, or they do not fit.
-
-    inputs: the tensors that may have gradients.
-    """
+def run_as_is(plan: Plan, operator: str, tensors: Iterable[Tensor | None], *settings: Any) -> Any:
+    """The native kernel's result from the call's own tensors. None: autograd records the call, or they do not fit."""
     if not plan.as_is:
         return None
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return None
     try:
-        return library.run(operator, *arguments)
+        return library.run(operator, *tensors, *settings)
     except RuntimeError:  # it checks everything before it computes
         plan.as_is = False
         return None
@@ -85,17 +82,12 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {expected}")
 
 
-def choose(
-    backend: str,
-    tensors: Iterable[Tensor | None],
-    too_large: str | None,
-    kernels: Sequence[str] = ("native", "triton"),
-) -> str:
+def choose(backend: str, tensors: Iterable[Tensor | None], size: int, what: str, most: dict[str, int]) -> str:
     """The backend that runs the call: "native" or "triton", which are kernels, or "eager", plain PyTorch.
 
     "auto" takes the kernel for the tensors' device if it can run the call, else eager.
 
-    too_large: the reason why the kernels cannot take these sizes; None: they can. kernels: those that the operator has.
+    size: the number of ``what`` that the kernels take up to a limit. most: the kernels that the operator has, with it.
 
     Raises:
         ValueError: unknown name.
@@ -104,10 +96,15 @@ def choose(
     present = [x for x in tensors if x is not None]
     if backend == "auto":
         name = "native" if present[0].device.type == "cpu" else "triton"
-        runs = name in kernels and too_large is None and _why_not(name, present) is None and not exporting()
+        runs = name in most and _why_not(name, present) is None and size <= most[name] and not exporting()
         return name if runs else "eager"
-    check_name("backend", backend, ("auto", *kernels, "eager"))
-    if backend != "eager" and (reason := _why_not(backend, present) or too_large) is not None:
+    check_name("backend", backend, ("auto", *most, "eager"))
+    if backend == "eager":
+        return backend
+    reason = _why_not(backend, present)
+    if reason is None and size > most[backend]:
+        reason = f"{size} {what}: it takes up to {most[backend]}; use backend='eager'"
+    if reason is not None:
         raise RuntimeError(f"backend={backend!r} cannot run: {reason}")
     return backend
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.backends.library import run_by_name
+from linrope.backends import native
+from linrope.backends.library import named_results, run_by_name
 from linrope.backends.operator import Operator, Output, Tensors
 from linrope.common.tracing import check_not_in_onnx
 from linrope.operation.checks import check_bounds, check_cu_seqlens
@@ -26,7 +27,7 @@ from linrope.ops.arguments import (
 from linrope.recurrence.call import contiguous
 from linrope.recurrence.packing import owners, rising_bounds
 
-MAX_TAPS = 8  # the most that the kernels take
+MAX_TAPS = {"native": native.MAX_TAPS, "triton": 8}  # the most that the kernels take
 MAX_PARTS = 3  # q, k and v
 
 
@@ -111,20 +112,17 @@ def convolve_parts(
 
     def check() -> str:
         taps = _check(parts, weight, bias, before, cu_seqlens)
-        too_large = (
-            f"{taps} taps: it takes up to {MAX_TAPS}; use backend='eager'" if taps > MAX_TAPS else None
-        )
-        return choose(backend, tensors, too_large)
+        return choose(backend, tensors, taps, "taps", MAX_TAPS)
 
     plan = plan_of(("convolve", len(parts), backend), (*tensors, cu_seqlens), check)
     if cu_seqlens is not None:
         check_bounds(cu_seqlens, parts[0].shape[1])
-    if weight.ndim == 3:
-        weight = weight.view(weight.shape[0], weight.shape[2])
     if len(parts) == 1:
-        y = run_as_is(plan, "convolve", tensors, parts[0], weight, bias, before, cu_seqlens, silu)
+        y = run_as_is(plan, "convolve", (*tensors, cu_seqlens), silu)
         if y is not None:
             return (y,)
+    if weight.ndim == 3:
+        weight = weight.view(weight.shape[0], weight.shape[2])
     others, kernel = (*parts[1:], None, None), plan.kernel
     call = _Convolution(parts[0], others[0], others[1], weight, bias, before, cu_seqlens, silu, kernel)
     return _CONVOLVE.definition(call) if kernel == "eager" else _CONVOLVE(call, call)[: len(parts)]
@@ -243,10 +241,10 @@ class _Convolve(Operator[_Convolution]):
 
     def backward(self, record: _Convolution, saved: list[Tensor], g: Tensors) -> Tensors:
         if record.kernel == "native":
-            d_parts, *others = _native_backward(record, g)
+            found = _native_backward(record, g)
         else:
             d_parts, *others = launch("convolve_bwd", record, *g)
-        found = *d_parts, *(None,) * (MAX_PARTS - len(d_parts)), *others
+            found = *d_parts, *(None,) * (MAX_PARTS - len(d_parts)), *others
         return [gradient_of(x, d_x) for x, d_x in zip(record[:6], found)]
 
 
@@ -270,18 +268,17 @@ def _native(call: _Convolution) -> dict[str, Any]:
     }
 
 
-def _native_gradients(call: _Convolution, g: Tensor | None) -> Any:
-    """The gradients of the inputs of a call of one part."""
-    gradient = call.x.new_zeros(call.x.shape) if g is None else as_tokens(g, call.x.dtype)
-    return run_by_name("convolve_backward", _native(call) | {"gradient": gradient})
-
-
 def _native_backward(record: _Convolution, g: Tensors) -> Sequence[Any]:
-    """The gradients of all parts, and those of weight, bias and before."""
-    if record.x2 is None:
-        d_x, *others = _native_gradients(record, g[0])
-        return (d_x,), *others
-    found = map(_native_gradients, _split(record), g)
-    d_parts, *others = zip(*found)
-    inputs = zip(record[3:6], others, (0, 0, 2))
-    return d_parts, *[None if x is None else torch.cat(d_x, axis) for x, d_x, axis in inputs]
+    """The gradients of the inputs: each part's own, and those of weight, bias and before, whose channels are joined."""
+    found = []
+    for part, g_y in zip(_split(record), g):
+        gradient = part.x.new_zeros(part.x.shape) if g_y is None else as_tokens(g_y, part.x.dtype)
+        found.append(named_results("convolve_backward", _native(part) | {"gradient": gradient}))
+    d_parts = [part["x"] for part in found] + [None] * (MAX_PARTS - len(found))
+    if len(found) == 1:
+        return *d_parts, *map(found[0].get, ("weight", "bias", "before"))
+    axes = {"weight": 0, "bias": 0, "before": 2}
+    return *d_parts, *[
+        None if getattr(record, name) is None else torch.cat([part[name] for part in found], axis)
+        for name, axis in axes.items()
+    ]

@@ -13,7 +13,7 @@ from linrope.common.tracing import check_not_in_onnx
 from linrope.ops.arguments import check_dense, check_shape, choose, launch, plan_of
 
 ACTIVATIONS = ("log_sigmoid", "sigmoid")
-MOST_HEADS = 128  # the most that the Triton kernel takes
+MAX_HEADS = {"triton": 128}  # the most that the kernel takes
 
 
 class _Gates(NamedTuple):
@@ -113,10 +113,7 @@ def _run(
             raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected (heads, dim)")
         check_shape("weight", weight, (weight.shape[0], x.shape[2]))
         check_shape("bias", bias, (weight.shape[0],))
-        heads, too_large = weight.shape[0], None
-        if heads > MOST_HEADS:
-            too_large = f"{heads} heads: it takes up to {MOST_HEADS}; use backend='eager'"
-        return choose(backend, (x, weight, bias), too_large, ("triton",))
+        return choose(backend, (x, weight, bias), weight.shape[0], "heads", MAX_HEADS)
 
     kernel = plan_of(("gates", activation, backend), (x, weight, bias), check).kernel
     call = _Gates(x, weight, bias, activation, complement)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.backends.library import run_by_name
+from linrope.backends import native
+from linrope.backends.library import named_results, run_by_name
 from linrope.backends.operator import Operator, Output, Tensors
-from linrope.common.argument_checks import check_name
+from linrope.common.argument_checks import ORDERS, SPANS, check_name
 from linrope.common.tracing import check_not_in_onnx
 from linrope.ops.arguments import (
     as_parameter,
@@ -24,10 +25,8 @@ from linrope.ops.arguments import (
     run_as_is,
 )
 
-SPANS = ("head", "all")  # what a norm goes over: each head alone, or all of them
-ORDERS = ("before", "after")  # where a skip or a gate acts: before or after the norm
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}  # of a gate
-MOST_VALUES = 2**16 - 1  # per head, of the kernels
+MAX_VALUES = {"native": native.MAX_VALUES, "triton": 2**16 - 1}  # the most per head that the kernels take
 
 
 class _GatedNorm(NamedTuple):
@@ -105,19 +104,16 @@ def gated_norm(
 
     def check() -> str:
         _check(*tensors, eps, *names)
-        too_large = None
-        if out.shape[3] > MOST_VALUES:
-            too_large = f"{out.shape[3]} values per head: it takes up to {MOST_VALUES}; use backend='eager'"
-        return choose(backend, tensors, too_large)
+        return choose(backend, tensors, out.shape[3], "values per head", MAX_VALUES)
 
     plan = plan_of(("gated_norm", eps, *names, backend), tensors, check)
-    if weight is not None and weight.ndim == 1 and over == "all":
-        weight = weight.view(out.shape[2:])
     flags = over == "all", gate_order == "before", skip_order == "before"
     sigmoid = gate_activation == "sigmoid"
-    y = run_as_is(plan, "gated_norm", tensors, out, gate, v, weight, skip, float(eps), *flags, sigmoid)
+    y = run_as_is(plan, "gated_norm", tensors, float(eps), *flags, sigmoid)
     if y is not None:
         return y  # type: ignore[no-any-return]
+    if weight is not None and weight.ndim == 1 and over == "all":
+        weight = weight.view(out.shape[2:])
     call = _GatedNorm(out, weight, gate, v, skip, float(eps), *flags, gate_activation, plan.kernel)
     return _NORM.definition(call) if plan.kernel == "eager" else _NORM(call, call)[0]
 
@@ -217,13 +213,10 @@ class _Norm(Operator[_GatedNorm]):
             return launch("norm_bwd", record, g[0])  # type: ignore[no-any-return]
         arguments = _kernel_arguments(record)
         gradient = as_tokens(g[0], arguments["out"].dtype)
-        d_out, d_gate, d_v, d_weight, d_skip = run_by_name(
-            "gated_norm_backward", arguments | {"gradient": gradient}
-        )
+        found = named_results("gated_norm_backward", arguments | {"gradient": gradient})
         if record.weight is not None:
-            d_weight = d_weight.view(record.weight.shape)
-        found = d_out, d_weight, d_gate, d_v, d_skip
-        return [gradient_of(x, d_x) for x, d_x in zip(record[:5], found)]
+            found["weight"] = found["weight"].view(record.weight.shape)
+        return [gradient_of(x, found[name]) for name, x in zip(record._fields, record[:5])]
 
 
 _NORM = _Norm()

@@ -200,7 +200,6 @@ INPUTS = tuple(field.name for field in fields(Inputs))
 TOKEN_INPUTS = INPUTS[3:]  # all but q, k and v: each is None or has an axis of tokens
 # What a backend receives, in the operator's order. A plan has used up the other fields of a call.
 RECEIVED = {each.name: each for group in (Inputs, TokenLayout, Settings, Resolved) for each in fields(group)}
-ROPE_ORDERS = ("after", "before")
 EPS_MODES = ("clamp", "add")
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from linrope import backends
-from linrope.backends.native import MAX_DIM
 from linrope.common.tracing import exporting
 from linrope.integrations.transformers.past import recording_layer
 from linrope.integrations.transformers.shared import ACTIVATIONS, SILU
@@ -37,12 +36,20 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _too_wide(*sizes: int) -> str | None:
-    return f"heads of {max(sizes)}, more than {MAX_DIM}" if max(sizes) > MAX_DIM else None
+def _too_wide(x: Tensor, *sizes: int) -> str | None:
+    """The reason why the kernels for x do not take heads of these sizes."""
+    kernels: Any = backends.load(_kernels_for(x))
+    return f"heads of {max(sizes)}, more than {kernels.MAX_DIM}" if max(sizes) > kernels.MAX_DIM else None
+
+
+def _kernels_for(x: Tensor) -> str:
+    return "native" if x.is_cpu else "triton"
 
 
 def scan(hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Any, **__: Any) -> str | None:
-    return tensors(hidden_states, "mamba_ssm") or _too_wide(hidden_states.shape[-1], B.shape[-1])
+    return tensors(hidden_states, "mamba_ssm") or _too_wide(
+        hidden_states, hidden_states.shape[-1], B.shape[-1]
+    )
 
 
 def step(
@@ -61,7 +68,9 @@ def step(
         return "step sizes or decays that differ between the channels of a head"
     if state.dtype not in (torch.float32, torch.float64):
         return f"a state of {state.dtype}"
-    return tensors(hidden_states, "mamba_ssm") or _too_wide(hidden_states.shape[-1], B.shape[-1])
+    return tensors(hidden_states, "mamba_ssm") or _too_wide(
+        hidden_states, hidden_states.shape[-1], B.shape[-1]
+    )
 
 
 def delta_rule(
@@ -76,7 +85,7 @@ def delta_rule(
 ) -> str | None:
     if not use_qk_l2norm_in_kernel:
         return "queries and keys that are not normalized"
-    reason = tensors(query, "fla") or _too_wide(value.shape[-1], key.shape[-1])
+    reason = tensors(query, "fla") or _too_wide(query, value.shape[-1], key.shape[-1])
     if reason == "fla is installed" and seq_idx is not None and cu_seqlens is None:
         return "fla takes cu_seqlens and ignores seq_idx"
     return reason
@@ -87,9 +96,10 @@ def convolution(
 ) -> str | None:
     if activation not in (None, *SILU):
         return f"activation {activation!r}"
-    if weight.shape[-1] > MAX_TAPS:
-        return f"{weight.shape[-1]} taps"
-    return tensors(hidden_states, "causal_conv1d")
+    reason = tensors(hidden_states, "causal_conv1d")
+    if reason is None and weight.shape[-1] > MAX_TAPS[_kernels_for(hidden_states)]:
+        reason = f"{weight.shape[-1]} taps"
+    return reason
 
 
 def update(
@@ -105,7 +115,7 @@ def combined(zxbcdt: Tensor, *_: Any, **__: Any) -> str | None:
 
 
 def lightning(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> str | None:
-    return tensors(hidden_states) or _too_wide(module.head_dim)
+    return tensors(hidden_states) or _too_wide(hidden_states, module.head_dim)
 
 
 def norm(module: Any, hidden_states: Tensor, gate: Tensor | None = None) -> str | None:

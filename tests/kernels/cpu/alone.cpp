@@ -174,7 +174,7 @@ static void run_attention(int64_t f, int64_t e, int64_t pairs, int layout, int m
                  {"positions", integers({1, 1}, {1000})}, {"layout", layout}, {"causal", true}, {"normalize", !erases},
                  {"eps", 1e-6}, {"add_eps", false}});
   Arguments first = inputs;
-  first.insert({{"want_state", true}, {"save", true}});
+  first.insert({{"want_state", true}, {"save", true}, {"save_z", !erases}});
   const auto saved = run("forward", first);
   print("forward", saved);
   Arguments last = inputs;

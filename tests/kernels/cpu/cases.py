@@ -1,12 +1,21 @@
 """Random arguments of the native operators, as Python passes them to the library."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from linrope import LinearAttentionState
+from linrope.backends import library
+from linrope.backends import native as backend
+from linrope.feature_maps import UnitMap
+from tests.support.contract import narrow
+from tests.support.equation import Equation, Sizes
 
 # Arguments are checked before an instruction set is chosen.
 on_one_isa = pytest.mark.parametrize("isa", ["baseline"], indirect=True)
@@ -44,13 +53,12 @@ class Case:
 
     def forward(self, ops: Any, want_state: bool = True, slots: Tensor | None = None) -> tuple[Tensor, ...]:
         """out, and the last kv and z."""
-        return self._forward(ops, want_state, slots, save=False)[:3]
+        results = self._forward(ops, want_state=want_state, slots=slots, save=False)
+        return results["out"], results["kv"], results["z"]
 
-    def _forward(self, ops: Any, want_state: bool, slots: Tensor | None, save: bool) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = ops.forward(
-            **self.inputs(), slots=slots, want_state=want_state, save=save
-        )
-        return results
+    def _forward(self, ops: Any, **more: Any) -> dict[str, Tensor]:
+        results = ops.forward(**self.inputs(), **more, save_z=self.erase is None)
+        return dict(zip(library.result_names("forward"), results, strict=True))
 
     def step(self, ops: Any, advance: bool = False, slots: Tensor | None = None) -> Tensor:
         one_token = {name: x for name, x in self.inputs().items() if name not in ("cu_seqlens", "causal")}
@@ -62,10 +70,37 @@ class Case:
     ) -> dict[str, Tensor]:
         wanted = ("log_decay", "angle_steps", "write", "erase")
         wants = {f"want_{name}": getattr(self, name) is not None for name in wanted}
-        saved = dict(zip(("saved_kv", "saved_z", "saved_u"), self._forward(ops, True, None, save=True)[3:]))
+        made = self._forward(ops, want_state=True, save=True)
+        saved = {name: x for name, x in made.items() if name.startswith("saved")}
         results = ops.backward(**self.inputs(), **saved, **wants, g_out=g_out, g_kv=g_kv, g_z=g_z)
-        names = ("q", "k", "v", *wanted, "kv", "z")
-        return {name: x for name, x in zip(names, results, strict=True) if getattr(self, name) is not None}
+        named = zip(library.result_names("backward"), results, strict=True)
+        return {name: x for name, x in named if getattr(self, name) is not None}
+
+
+def by_equation(case: Case) -> tuple[Tensor, LinearAttentionState, Sizes]:
+    """out, the last state, and the sizes of their terms. The tokens follow one another; theta has one axis and head."""
+    (b, _, _, d), (_, _, g, e), rotary = case.k.shape, case.v.shape, None
+    sequences = b if case.cu_seqlens is None else len(case.cu_seqlens) - 1
+    if case.theta is not None:
+        theta, layout = case.theta[0, 0].double() * (2 * math.pi / 2.0**64), [*backend.LAYOUTS][case.layout]
+        # A Rotary has no odd number of features
+        rotary = SimpleNamespace(
+            axes=None, xpos=None, attention_factor=1, theta=theta, rotary_dim=2 * len(theta), layout=layout
+        )
+    name = [*backend.MAPS][case.feature_map]
+    kv = torch.zeros(sequences, g, d, e) if case.kv is None else case.kv
+    z = kv.new_zeros(kv.shape[:3]) if case.z is None else case.z
+    position = torch.zeros(sequences, dtype=torch.int64)
+    if case.positions is not None:
+        position = position + case.positions[:, 0]
+    names = ("q", "k", "v", "log_decay", "angle_steps", "write", "erase", "key_mask", "cu_seqlens")
+    equation = Equation()
+    out, state = equation(
+        **{name: narrow(getattr(case, name), torch.float64) for name in names},
+        state=LinearAttentionState(kv.double(), z.double(), position, "", case.angle), rotary=rotary,
+        feature_map=UnitMap(d, name, case.unit) if case.unit else name, normalize=case.normalize, eps=case.eps,
+    )  # fmt: skip
+    return out, state, equation.sizes
 
 
 def turns(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

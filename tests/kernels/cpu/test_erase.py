@@ -1,8 +1,7 @@
-"""The delta rule of `step` and `forward`, against a loop over tokens in float64 with its error bound."""
+"""The delta rule of `step` and `forward`, against the equation in float64 with its error bound."""
 
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,88 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.kernels.cpu.cases import Case, make, random_like, with_threads
+from tests.kernels.cpu.cases import Case, by_equation, make, random_like, with_threads
 
 pytestmark = pytest.mark.usefixtures("isa")
-MAPS = {0: lambda x: x, 2: torch.relu, 5: F.silu}
 
 
-def rotated(case: Case, x: Tensor, positions: Tensor | None, steps: Tensor | None) -> Tensor:
-    """x (n, heads, f) of one sequence in float64, rotated; steps (n, heads or 1, pairs) are summed already."""
-    if not case.layout:
-        return x
-    angle = torch.zeros(())
-    if case.theta is not None:  # of one axis and all heads
-        assert positions is not None
-        turns = case.theta[0].double() * 2.0**-64
-        angle = 2 * torch.pi * (positions.double()[:, None, None] * turns).frac()
-    if steps is not None:
-        angle = angle + steps
-    cos, sin = angle.cos(), angle.sin()
-    pairs = angle.shape[-1]
-    members = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if case.layout == 1 else (
-        slice(0, pairs), slice(pairs, 2 * pairs))  # fmt: skip
-    a, b = (x[..., i] for i in members)
-    y = x.clone()
-    y[..., members[0]], y[..., members[1]] = a * cos - b * sin, a * sin + b * cos
-    return y
-
-
-def loop(
-    case: Case, spans: list[tuple[int, int, int]] | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out and the last kv, and the M of each: a rounding error of u adds up to a small multiple of u M.
-
-    spans: batch row and tokens [begin, end) of each sequence.
-    """
-    assert case.q is not None
-    assert case.erase is not None
-    b, n, h, _ = case.q.shape
-    g, e, f = case.v.shape[2], case.v.shape[3], case.k.shape[3]
-    spans = spans or [(i, 0, n) for i in range(b)]
-    spread = lambda x, heads: x.double().expand(b, n, heads, *x.shape[3:])  # noqa: E731
-    psi, phi = (MAPS[case.feature_map](x.double()) for x in (case.k, case.q))
-    one = torch.ones(1, 1, 1)
-    write, erase = (spread(one if x is None else x, g) for x in (case.write, case.erase))
-    log_decay = spread(torch.zeros(1, 1, 1) if case.log_decay is None else case.log_decay, g)
-    v = case.v.double()
-    if case.key_mask is not None:
-        gone = ~case.key_mask[:, :, None, None]
-        psi, v = psi.masked_fill(gone, 0), v.masked_fill(gone, 0)
-        write, erase = (x.masked_fill(gone[..., 0], 0) for x in (write, erase))
-    heads = max(h, g)
-    out, bound = v.new_zeros(b, n, heads, e), v.new_zeros(b, n, heads, e)
-    kv = v.new_zeros(len(spans), g, f, e) if case.kv is None else case.kv.double().clone()
-    kv_bound = kv.norm(dim=2)
-    for s, (row, begin, end) in enumerate(spans):
-        position = None
-        if case.positions is not None:
-            position = case.positions[row if len(case.positions) > 1 else 0]
-            position = position[begin:end] if position.shape[0] > 1 else position + torch.arange(end - begin)
-        steps = None
-        if case.angle_steps is not None:
-            steps = spread(case.angle_steps, g)[row, begin:end].cumsum(0)
-            if case.angle is not None:
-                steps = steps + 2 * torch.pi * (case.angle[s].double() * 2.0**-64)
-        repeat = lambda x: x.repeat_interleave(g // x.shape[1], 1) if g > x.shape[1] else x  # noqa: E731
-        K = rotated(case, repeat(psi[row, begin:end]), position, steps)
-        q_steps = None if steps is None else steps.repeat_interleave(heads // g, 1)
-        Q = rotated(case, repeat(phi[row, begin:end]), position, q_steps)
-        for t in range(begin, end):
-            k, q, factor, eb = K[t - begin], Q[t - begin], log_decay[row, t].exp(), erase[row, t]
-            P = kv[s] * factor[:, None, None]
-            found = torch.einsum("gfe,gf->ge", P, k)
-            wv, size = write[row, t, :, None] * v[row, t], k.norm(dim=1)[:, None]
-            u = wv - eb[:, None] * found
-            rho = factor * (1 - eb * k.square().sum(1)).abs().clamp(min=1)
-            kv_bound[s] = rho[:, None] * kv_bound[s] + size * (
-                wv.abs() + (eb.abs()[:, None] * size) * P.norm(dim=1)
-            )
-            kv[s] = P + k[:, :, None] * u[:, None]
-            group = heads // g
-            out[row, t] = torch.einsum("hfe,hf->he", kv[s].repeat_interleave(group, 0), q)
-            bound[row, t] = q.norm(dim=1)[:, None] * kv_bound[s].repeat_interleave(group, 0)
-    return out, kv, bound, kv_bound[:, :, None].expand_as(kv)
+def exact(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out and the last kv, and the M of each: a rounding error of u adds up to a small multiple of u M."""
+    out, state, sizes = by_equation(case)
+    return out, state.kv, sizes.out, sizes.kv
 
 
 def fits(got: Tensor, expected: Tensor, bound: Tensor, dtype: torch.dtype) -> None:
@@ -135,12 +61,12 @@ CASES: dict[str, dict[str, Any]] = {
 @cache  # for all instruction sets
 def solved(name: str, dtype: torch.dtype) -> tuple[Case, tuple[Tensor, Tensor, Tensor, Tensor]]:
     case = delta(**CASES[name], dtype=dtype)
-    return case, loop(case)
+    return case, exact(case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
-def test_forward_is_the_loop(native, name, dtype):
+def test_forward_is_the_equation(native, name, dtype):
     case, (expected, kv, bound, kv_bound) = solved(name, dtype)
     out, last, z = case.forward(native)
     assert z is None
@@ -165,7 +91,7 @@ def token(case: Case, t: int, kv: Tensor) -> Case:
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [x for x in CASES if x not in ("plain", "grouped query heads")])
-def test_steps_are_the_loop(native, name, dtype, swapped):
+def test_steps_are_the_equation(native, name, dtype, swapped):
     case, (expected, last, bound, kv_bound) = solved(name, dtype)
     assert case.kv is not None
     kv = case.kv.mT.contiguous().mT if swapped else case.kv.clone()
@@ -179,7 +105,7 @@ def test_steps_with_angle_steps_and_grouped_heads(native):
     assert case.kv is not None
     assert case.angle is not None
     assert case.angle_steps is not None
-    expected, last, bound, kv_bound = loop(case)
+    expected, last, bound, kv_bound = exact(case)
     kv, angle = case.kv.clone(), case.angle.clone()
     out = [
         replace(token(case, t, kv), angle_steps=case.angle_steps[:, t : t + 1], angle=angle).step(native)
@@ -192,7 +118,7 @@ def test_steps_with_angle_steps_and_grouped_heads(native):
 def test_values_with_more_heads_than_keys(native):
     case = delta(h=2, g=4, decay=0.2, write=True)
     case = replace(case, k=case.k[:, :, :2].contiguous())
-    expected, kv, bound, kv_bound = loop(case)
+    expected, kv, bound, kv_bound = exact(case)
     out, last, _ = case.forward(native)
     fits(out, expected, bound, torch.float32)
     fits(last, kv, kv_bound, torch.float32)
@@ -201,7 +127,7 @@ def test_values_with_more_heads_than_keys(native):
 def test_packed_sequences(native):
     bounds = [0, 3, 3, 40, 70]
     case = delta(b=1, packed=bounds, decay=0.2, layout=0)
-    expected, kv, bound, kv_bound = loop(case, [(0, i, j) for i, j in pairwise(bounds)])
+    expected, kv, bound, kv_bound = exact(case)
     out, last, _ = case.forward(native)
     fits(out, expected, bound, torch.float32)
     fits(last, kv, kv_bound, torch.float32)
@@ -237,7 +163,7 @@ def test_the_bits_do_not_depend_on_threads(native, b, h, n):
 
 def test_a_long_sequence_in_pieces(native):
     case = delta(b=1, n=2500, f=20, e=20, alike=0.9, layout=0)
-    expected, kv, bound, kv_bound = loop(case)
+    expected, kv, bound, kv_bound = exact(case)
     out, last, _ = case.forward(native)
     fits(out, expected, bound, torch.float32)
     fits(last, kv, kv_bound, torch.float32)

@@ -9,14 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linrope.backends import library
-from tests.kernels.cpu.cases import error_of, on_one_isa
+from tests.kernels.cpu.cases import Case, by_equation, error_of, on_one_isa
 from tests.support.contract import narrow
-from tests.support.equation import _rotated
 
 pytestmark = pytest.mark.usefixtures("isa")
 
 WRITTEN = ("inputs", "kv", "z", "positions")
-MAPS = {0: lambda x: x, 1: lambda x: F.elu(x) + 1, 2: torch.relu, 5: F.silu}
 ONES, OWN, FORGOTTEN, ERASED = range(4)  # the factors of values
 CASES: dict[str, dict[str, Any]] = {
     "all": {},
@@ -147,53 +145,36 @@ def reference(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | Non
     q, k, v = (
         y.unflatten(-1, (-1, size)) for y, size in zip(x.split([h * d, keys * d, g * e], -1), (d, d, e))
     )
-    phi, psi = MAPS[a.feature_map](q), MAPS[a.feature_map](k)
-    if a.unit:
-        phi, psi = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (phi, psi))
-        phi = a.unit * phi
-    phi, psi = phi.repeat_interleave(out_heads // h, 1), psi.repeat_interleave(g // keys, 1)
-    phi_hat, psi_hat = phi, psi
-    if a.theta is not None:
-        turns, layout = (
-            (a.positions[:, None] * a.theta[0])[:, None, None],
-            ("interleaved", "half")[a.layout - 1],
-        )  # wraps
-        phi_hat, psi_hat = (_rotated(x[:, None], turns, None, layout)[:, 0] for x in (phi, psi))
     if a.up is None:
         gates = torch.zeros(b, g, 1).double() if a.forget is None else F.logsigmoid(a.forget)[..., None]
     else:
         y = torch.einsum("br,gur->bgu", a.forget, a.up) + a.up_bias
         gates = F.logsigmoid(y) if a.bound == 0 else -a.bound * (-y).sigmoid()
-        if a.theta is not None:  # the two features of a pair share a number
-            pairs = a.theta.shape[2]
-            of_pairs, rest = gates.split([pairs, gates.shape[2] - pairs], -1)
-            turning = torch.stack((of_pairs, of_pairs), -1 if a.layout == 1 else -2).flatten(-2)
-            gates = torch.cat((turning, rest), -1)
-    kept = (gates + (0 if a.decay is None else a.decay[:, None])).exp()
-    erased = torch.zeros(b, g) if a.erase is None else a.largest * a.erase.sigmoid()
+    log_decay = gates + (0 if a.decay is None else a.decay[:, None])
+    erased = None if a.erase is None else a.largest * a.erase.sigmoid()
     w = {
         ONES: lambda: torch.ones(b, g),
         OWN: lambda: a.write.sigmoid(),
         FORGOTTEN: lambda: -torch.expm1(gates[..., 0]),
         ERASED: lambda: erased,
     }[a.factor]()
-    kv = a.kv * kept[..., None]
-    found = (psi_hat[:, :, None] @ kv)[:, :, 0]
-    written = v * w[..., None] - erased[..., None] * found
-    kv = kv + psi_hat[..., None] * written[:, :, None]
-    z = None if a.z is None else a.z * kept + psi
-    shared = [y if y is None else y.repeat_interleave(out_heads // g, 1) for y in (kv, z, v)]
-    out = (phi_hat[:, :, None] @ shared[0])[:, :, 0]
-    if a.normalize:
-        out = out / (phi * shared[1]).sum(-1, keepdim=True).clamp(min=a.eps)
-    skip = 0 if a.skip is None else a.skip[:, None] * shared[2]
+    numbers = {"log_decay": log_decay, "write": w, "erase": erased, "positions": a.positions}
+    token = {name: None if x is None else x[:, None] for name, x in numbers.items()}
+    case = Case(
+        q[:, None], k[:, None], v[:, None], a.feature_map, a.unit, **token, theta=a.theta, kv=a.kv, z=a.z,
+        layout=a.layout, normalize=a.normalize, eps=a.eps,
+    )  # fmt: skip
+    out, state, _ = by_equation(case)
+    out, v = out[:, 0], v.repeat_interleave(out_heads // g, 1)
+    skip = 0 if a.skip is None else a.skip[:, None] * v
     factor = 1 if a.gate is None else F.silu(a.gate).unflatten(-1, (out_heads, e))
     out = (out + skip * a.skip_first) * (factor if a.gate_first else 1)
     if a.norm is not None:
         size = out.square().mean((-2, -1) if a.over_heads else -1, keepdim=True).reshape(b, -1, 1)
         out = out * (size + a.norm_eps).rsqrt() * a.norm
     out = (out + (0 if a.skip_first else skip)) * (1 if a.gate_first else factor)
-    return out.flatten(1), {"inputs": inputs, "kv": kv, "z": z, "positions": a.positions + 1}
+    z = None if a.z is None else state.z
+    return out.flatten(1), {"inputs": inputs, "kv": state.kv, "z": z, "positions": state.position}
 
 
 @pytest.mark.parametrize("name", CASES)

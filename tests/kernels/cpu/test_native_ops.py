@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from linrope import Rotary, linear_rope_attention
+from linrope.backends import library
 from linrope.backends import native as backend
+from linrope.feature_maps.elementwise import ELEMENTWISE
+from linrope.feature_maps.unit import EPS
+from linrope.layer.config import WRITE_GATES
+from linrope.rotation.rotary import LAYOUTS, MAX_POSITION
 from tests.kernels.cpu.cases import CASES, Case, error_of, make, on_one_isa, random_like, with_threads
 
 pytestmark = pytest.mark.usefixtures("isa")
@@ -208,6 +213,15 @@ def test_long_undecayed_sums_stay_exact(native):
     case = Case(None, k, k, feature_map=0)
     _, _, z = case.forward(native)
     torch.testing.assert_close(z, torch.full_like(z, float(k[0, 0]) * n), rtol=1e-6, atol=0)
+
+
+@on_one_isa
+def test_what_python_states_for_all_backends_is_what_the_library_states(native):
+    assert library.FACTS["unit_eps"] == EPS
+    assert library.FACTS["max_position"] == MAX_POSITION
+    assert {*backend.MAPS} <= {*ELEMENTWISE}
+    assert [*backend.LAYOUTS] == ["none", *LAYOUTS]
+    assert {*backend.WRITE_FACTORS} == {"none", *WRITE_GATES, "erased"}
 
 
 def test_errors_name_the_argument_what_came_and_what_was_expected(native):
