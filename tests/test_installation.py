@@ -85,6 +85,21 @@ def test_a_pure_build_says_why_in_env(tree: Path, tmp_path: Path) -> None:
 def test_a_tree_in_which_nothing_was_built_names_the_command_that_builds(tree: Path, tmp_path: Path) -> None:
     said = show_versions(tmp_path, tree, tree / "kernels")
     assert "backend native    no: not built in this tree: run `make native`\n" in said
+    call = """
+import torch, linrope
+x = torch.ones(1, 5, 2, 8)
+linrope.linear_rope_attention(x, x, x)
+linrope.LinearRoPEAttention.block(8, 2)(torch.ones(1, 5, 8))
+try:
+    linrope.linear_rope_attention(x, x, x, backend="native")
+except RuntimeError as error:
+    print(error)
+"""
+    said = run(
+        [sys.executable, "-c", call], tmp_path, PYTHONPATH=os.pathsep.join(map(str, (tree, tree / "kernels")))
+    )
+    assert said.count("RuntimeWarning: linrope's kernels (backend 'native') cannot run") == 1
+    assert "\nbackend='native' cannot run: not built in this tree: run `make native`\n" in said
 
 
 COMPILERS = re.compile(r"([\w-]*-)?(c\+\+|g\+\+|gcc|cc|clang|clang\+\+|c89|c99|cpp)(-[\d.]+)?|c\+\+.*")

@@ -4,7 +4,7 @@ Sums are float32, z is float64. For the backward pass the forward pass saves the
 with ``erase``, what each token wrote; the rest is recomputed from the inputs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -18,6 +18,7 @@ from linrope.backends.protocol import COMMON
 from linrope.backends.value_columns import Divided, parts_of
 from linrope.common.private_names import watched
 from linrope.common.tracing import traced
+from linrope.feature_maps import ELEMENTWISE
 from linrope.recurrence.call import (
     INPUTS,
     TOKEN_INPUTS,
@@ -38,7 +39,9 @@ from linrope.recurrence.state import LinearAttentionState
 OPTIONS, TAKES_VALUE_GROUPS, CLAMPS_GATES = COMMON | {"erase", "query_factor"}, True, False
 # The library's limits and its numbers for names; without a library there are none
 MAX_DIM, MAX_TAPS, MAX_VALUES, BLOCK = map(library.limit, ("max_dim", "max_taps", "max_values", "block"))
-MAPS, LAYOUTS, WRITE_FACTORS = map(library.numbers_of, ("maps", "layouts", "write_factors"))
+LAYOUTS, WRITE_FACTORS = map(library.numbers_of, ("layouts", "write_factors"))
+# Without a library no map is the reason why a call cannot run
+MAPS: Mapping[str, Any] = library.numbers_of("maps") or ELEMENTWISE
 
 _in_use = next(iter(library.INSTRUCTION_SETS), None)
 _untried = library.UNTESTED is not None and library.WHY_NOT is None
@@ -99,13 +102,11 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
         return f"a state with kv in {state.kv.dtype} and z in {state.z.dtype}: use backend='eager'"
     if call.xpos_log_decay is not None:
         return "xpos, a decay per pair of features: use backend='eager'"
-    if (reason := why_not()) is not None:
-        return reason
-    if f > MAX_DIM or e > MAX_DIM:
+    if library.WHY_NOT is None and max(f, e) > MAX_DIM:
         return (
             f"{f} features and {e} values per head: native takes up to {MAX_DIM} of each; use backend='eager'"
         )
-    return None
+    return why_not()
 
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
