@@ -145,6 +145,11 @@ class LinearRoPEAttention(Mixer):
         check_parts(self)
         self._reset_decay()
 
+    @property
+    def norm_suffices(self) -> bool:
+        """Whether the output norm takes the place of the normalizer, but for values in float16."""
+        return self.out_norm is not None and self._out_norm_replaces_normalizer
+
     @classmethod
     @shows(DEFAULTS)
     def block(
@@ -311,12 +316,11 @@ class LinearRoPEAttention(Mixer):
         else:
             log_decay = None if self.forget_gate is None else self.forget_gate(x)
         erase = None if self.erase_gate is None else self.erase_gate(x)
-        norm_suffices = self._out_norm_replaces_normalizer and v.dtype != torch.float16
         options: Options = {
             "feature_map": self.feature_map,
             "rotary": self.rotary,
             "causal": self.causal,
-            "normalize": self.normalize and not norm_suffices,
+            "normalize": self.normalize and not (self.norm_suffices and v.dtype != torch.float16),
             "decay": self._decay_on(x.device),
             "log_decay": log_decay,
             "angle_steps": None if self.angle_steps is None else self.angle_steps(x),

@@ -95,6 +95,7 @@ def step_of(layer: Any) -> "LayerStep":
     """The layer's step: the one that was made for its last call, unless the layer has changed."""
     kept = vars(layer).get(_KEPT)
     if not isinstance(kept, LayerStep) or not kept.fits(layer):
+        vars(layer)[_KEPT] = None  # counted by the step
         kept = vars(layer)[_KEPT] = LayerStep(layer)
     return kept
 
@@ -119,7 +120,7 @@ class LayerStep:
         # What says how a module computes: every attribute, all submodules and all hooks. ``fits`` compares all of it,
         # so that nothing that ``_constants`` reads can be forgotten.
         self._attributes = itemgetter(*[name for name in vars(layer) if name != _KEPT])
-        self._seen = self._attributes(vars(layer))
+        self._seen, self._count = self._attributes(vars(layer)), len(vars(layer))
         self._dicts = [each for module in self._children for each in (vars(module), *dicts_of(module))]
         self._dicts += dicts_of(layer)[:1]
         self._dicts_seen = [dict(each) for each in self._dicts]
@@ -155,7 +156,8 @@ class LayerStep:
         """Whether a new step of the layer would be this one."""
         try:
             return (
-                self._attributes(vars(layer)) == self._seen
+                len(vars(layer)) == self._count
+                and self._attributes(vars(layer)) == self._seen
                 and self._dicts == self._dicts_seen
                 and [*map(type, self._children)] == self._types
                 and [*map(list, self._parameters)] == self._names
@@ -252,7 +254,7 @@ def _constants(layer: Any) -> dict[str, Any]:
         "layout": native.LAYOUTS["none" if rotary is None else rotary.layout],
         "feature_map": native.MAPS[elementwise or ""],
         "unit": unit,
-        "normalize": layer.normalize and not layer._out_norm_replaces_normalizer,
+        "normalize": layer.normalize and not layer.norm_suffices,
         "eps": Call.eps,  # the layer has no option for it
         "norm_eps": 1e-6 if norm is None else norm.eps or 0.0,
         "over_heads": layer.norm_over == "all",

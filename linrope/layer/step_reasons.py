@@ -86,6 +86,8 @@ def why_not_options(layer: Any) -> str | None:
     for name, option in OPTIONS.items():
         if name not in _COMPUTED and values[name] != option.default:
             return f"{name}={values[name]!r}"
+    if own := [name for name in vars(layer) if callable(getattr(type(layer), name, None))]:
+        return f"its own {own[0]}"
     if layer.backend not in ("auto", "native"):
         return f"backend={layer.backend!r}"
     if (size := max(layer.head_dim, layer.value_head_dim)) > native.MAX_DIM:

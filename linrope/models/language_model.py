@@ -179,11 +179,16 @@ class LanguageModel(nn.Module):
                 raise ValueError(
                     f"tokens: got ids {low} .. {high}, expected 0 .. {self.config.vocab_size - 1}"
                 )
-        if shard is not None and self.config.attention == "softmax":
+        continues = bool(states) and cu_seqlens is not None
+        softmax = (continues or shard is not None) and any(
+            isinstance(x, SoftmaxAttention)
+            for x in self.modules()  # one block may have another attention
+        )
+        if shard is not None and softmax:
             raise ValueError(
                 "shard: got a shard, expected None with attention='softmax', which reads all keys"
             )
-        if states and cu_seqlens is not None and self.config.attention == "softmax":
+        if continues and softmax:
             raise ValueError("states: got a list with cu_seqlens, expected None with attention='softmax'")
         if not isinstance(states, list | tuple | None):
             raise TypeError(

@@ -1,9 +1,10 @@
 """``MapFacts``: all that the checks and the plan of a call know of its feature map."""
 
+from functools import cache
 from typing import NamedTuple
 
 from linrope.feature_maps import ElementwiseMap, FeatureMap
-from linrope.feature_maps.base import is_changed
+from linrope.feature_maps.base import METHODS, is_changed
 from linrope.feature_maps.unit import UnitMap
 
 
@@ -29,7 +30,12 @@ def facts_of(fmap: FeatureMap | None) -> MapFacts:
     if fmap is None:
         return _WITHOUT_MAP
     elementwise, query_factor = fmap.elementwise, 0.0
-    if is_changed(fmap) or (fmap.log_scaled and not isinstance(fmap, ElementwiseMap)):
+    if (
+        not isinstance(fmap, FeatureMap)  # a wrapper, which may compute something else
+        or is_changed(fmap)
+        or (elementwise and "elementwise" not in vars(fmap) and _overrides_the_named(type(fmap)))  # type: ignore[arg-type]
+        or (fmap.log_scaled and not isinstance(fmap, ElementwiseMap))
+    ):
         elementwise = None
     elif type(fmap) is UnitMap:
         elementwise, query_factor = fmap.activation, fmap.query_factor
@@ -47,6 +53,13 @@ def facts_of(fmap: FeatureMap | None) -> MapFacts:
 
 
 _WITHOUT_MAP = MapFacts()
+
+
+@cache
+def _overrides_the_named(kind: type) -> bool:
+    """True if a class has other queries or keys than the one that named the elementwise function."""
+    names = [name for each in kind.__mro__ for name in ("elementwise", *METHODS) if name in vars(each)]
+    return names[0] != "elementwise"
 
 
 def backend_map(fmap: FeatureMap | None) -> tuple[str | None, float]:

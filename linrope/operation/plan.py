@@ -82,10 +82,11 @@ _tensors_of = attrgetter(*[field.name for group in (Inputs, TokenLayout) for fie
 def _key(call: Call) -> Hashable | None:
     """All that ``_make`` reads, but the numbers in tensors: a fact that is missing here is a wrong plan, not an error.
 
-    None: the call is traced, or has arguments of a type that is to be refused.
+    None: the call is traced, or has arguments of a type that is to be refused, or a rotation whose angles may change.
     """
     settings, tensors, state = _settings_of(call), _tensors_of(call), call.state
-    if not plain(tensors) or forward_mode():
+    rotary = call.rotary
+    if not plain(tensors) or forward_mode() or (rotary is not None and type(rotary) is not Rotary):
         return None
     fmap: Hashable = call.feature_map
     if isinstance(fmap, FeatureMap):

@@ -223,3 +223,11 @@ def test_a_module_may_give_the_steps() -> None:
     q, k, v = (p(x).unflatten(-1, (4, 4)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     out = linear_rope_attention(q, k, v, angle_steps=x[:, :, None, :2].tanh())
     assert_close(layer(x), layer.o_proj(out.flatten(-2)))
+
+
+def test_without_its_output_norm_a_layer_normalizes() -> None:
+    layer, x = LinearRoPEAttention(16, 2, out_norm=True), torch.randn(1, 9, 16)
+    plain = LinearRoPEAttention(16, 2)
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    layer.out_norm = None
+    torch.testing.assert_close(layer(x), plain(x))

@@ -101,6 +101,9 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Layer], object], bool]] = {
     "the map's keys are others": (BLOCK, lambda x: setattr(x.feature_map, "keys", torch.relu), False),
     "a hook of the layer itself": (BLOCK, lambda x: x.register_forward_hook(lambda *_: None), True),
     "the backend": (BLOCK, lambda x: setattr(x, "backend", "eager"), False),
+    "the layer's values are others": (
+        BLOCK, lambda x: setattr(x, "_values", lambda y: 2 * type(x)._values(x, y)), False
+    ),
 }  # fmt: skip
 
 

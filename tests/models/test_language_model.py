@@ -334,3 +334,11 @@ def test_a_run_s_folder_gives_its_last_model(model: LanguageModel, tmp_path: Pat
     model.save(tmp_path / "step-00000010")
     assert torch.equal(LanguageModel.load(tmp_path).embed.weight, model.embed.weight)
     assert '"embed_dim": 32' in (tmp_path / "step-00000010" / "config.json").read_text()
+
+
+def test_a_block_with_softmax_attention_refuses_what_softmax_models_refuse() -> None:
+    model = LanguageModel(TINY)
+    model.blocks[1].attention = LanguageModel(tiny(**SOFTMAX)).blocks[1].attention
+    _, states = model(torch.zeros(1, 5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"^states: got a list with cu_seqlens"):
+        model(torch.zeros(1, 4, dtype=torch.long), states, cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))

@@ -155,3 +155,72 @@ def test_maps_with_hooks_make_states_of_their_own() -> None:
         for name in ("relu", "elu+1")
     ]
     assert identities == ["relu(4); None", "elu+1(4); None"]
+
+
+class Named(FeatureMap):
+    """Names the function that its queries and keys compute."""
+
+    feature_dim, positive, elementwise = 4, True, "relu"
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q.relu()
+
+    def keys(self, k: Tensor) -> Tensor:
+        return k.relu()
+
+
+class OtherKeys(Named):
+    def keys(self, k: Tensor) -> Tensor:
+        return k.relu() * 2 + 1
+
+
+class Wrapper(torch.nn.Module):
+    """Passes attributes on, as PEFT's wrappers do, and computes something else."""
+
+    def __init__(self, inner: FeatureMap) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, q: Tensor | None, k: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        return OtherKeys().forward(q, k)
+
+
+@pytest.mark.parametrize("backend", [x for x in NAMES if x not in ("auto", "triton", "native", "onnx")])
+@pytest.mark.parametrize("fmap", [OtherKeys(), Wrapper(Named())], ids=["subclass", "wrapper"])
+def test_what_a_map_computes_counts_and_not_the_function_that_it_names(fmap: Any, backend: str) -> None:
+    q, k, v = randoms(1, 5, 2, 4)
+    expected = linear_rope_attention(q.relu(), k.relu() * 2 + 1, v, feature_map=None, backend=backend)
+    torch.testing.assert_close(linear_rope_attention(q, k, v, feature_map=fmap, backend=backend), expected)
+
+
+def test_hooks_of_every_module_run_on_an_elementwise_map() -> None:
+    seen: list[Any] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        linear_rope_attention(*randoms(1, 5, 2, 4), feature_map=(fmap := ElementwiseMap("relu", 4)))
+    finally:
+        handle.remove()
+    assert fmap in seen
+
+
+class Slower(Rotary):
+    factor = 4
+
+    def turns_per_position(self, device: torch.device) -> Tensor:
+        return super().turns_per_position(device) * self.factor
+
+
+def test_the_angles_of_a_subclass_are_read_in_every_call() -> None:
+    rotary, qkv = Slower(4), randoms(1, 5, 2, 4)
+    first = linear_rope_attention(*qkv, rotary=rotary)
+    rotary.factor = 1
+    assert not torch.equal(linear_rope_attention(*qkv, rotary=rotary), first)
+    torch.testing.assert_close(
+        linear_rope_attention(*qkv, rotary=rotary), linear_rope_attention(*qkv, rotary=Rotary(4))
+    )
