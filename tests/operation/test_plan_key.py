@@ -199,16 +199,6 @@ def test_what_a_map_computes_counts_and_not_the_function_that_it_names(fmap: Any
     torch.testing.assert_close(linear_rope_attention(q, k, v, feature_map=fmap, backend=backend), expected)
 
 
-def test_hooks_of_every_module_run_on_an_elementwise_map() -> None:
-    seen: list[Any] = []
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
-    try:
-        linear_rope_attention(*randoms(1, 5, 2, 4), feature_map=(fmap := ElementwiseMap("relu", 4)))
-    finally:
-        handle.remove()
-    assert fmap in seen
-
-
 class Slower(Rotary):
     factor = 4
 
