@@ -122,13 +122,13 @@ def test_drafts_give_the_tokens_of_greedy_search(
     monkeypatch.setattr(DynamicCache, "crop", lambda self, count: crops.append(count) or crop(self, count))
     with linrope_transformers.enable(family):
         for given in ({"inputs": prompt}, {"inputs": padded, "attention_mask": mask}):
-            options: dict[str, Any] = given | GREEDY | {"max_new_tokens": 12}
+            options: dict[str, Any] = given | GREEDY | {"max_new_tokens": 20}
             expected = net.generate(**options)  # type: ignore[operator]
             for x in drafts:
                 crops.clear()
                 assert torch.equal(net.generate(**options, **x), expected)  # type: ignore[operator]
                 assert min(crops) < 0  # some tokens were rejected
-                assert len(crops) < 24  # and some were not
+                assert len(crops) < 40  # and some were not
 
 
 @pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_5"])
