@@ -1,7 +1,4 @@
-"""What all benchmarks share: the clock, the peak memory, the description of a machine, the files of results.
-
-Functions that are timed take turns, and the noise says how much the rounds differ.
-"""
+"""How benchmarks measure: time and peak memory of calls, the machine they ran on, and their result files."""
 
 import ctypes
 import datetime
@@ -174,7 +171,7 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def save_new(folder: Path, name: str, result: Mapping[str, Any]) -> Path:
-    """As ``save``, into name-date.json; the files of later results on a day are numbered, and so are their plots."""
+    """``save`` to a new file, name-date.json or, if that or its plot exists, name-date-2.json and so on."""
     stem = f"{name}-{datetime.date.today().isoformat()}"
     path, number = folder / f"{stem}.json", 2
     while path.exists() or path.with_suffix(".png").exists():

@@ -1,4 +1,4 @@
-"""The command ``linrope bench``, whose code is in benchmarks/ of the repository, outside the wheel."""
+"""The command ``linrope bench``, whose code is in benchmarks/ of a checkout and not in the wheel."""
 
 from collections.abc import Callable
 from pathlib import Path
