@@ -22,6 +22,7 @@ they cannot say. One command writes this page from the committed lines:
     python -m benchmarks.study table benchmarks/results/study --out docs/evidence_tables.md
 
 - A cell is the mean over the seeds, ± half the range. Differences smaller than that are undecided.
+- A perfect solver gets 1. Bits per byte and losses have no such bound.
 - `state`: the size of all layers' sums of keys times values together. "grows": a key/value cache.
 - The learning rate is chosen for each task and family by the training loss of one model and one seed, which counts
   nowhere else.
@@ -208,7 +209,7 @@ def _first(row: list[Line]) -> tuple[str, float | None]:
 
 
 def _conditions(rows: Rows) -> str:
-    """The steps, seeds, sizes and learning rates, and what guessing and a perfect solver get."""
+    """The steps, seeds, sizes and learning rates, and what guessing gets."""
     every = [line for row in rows.values() for line in row]
     seeds = sorted({len(row) for row in rows.values()})
     text = (
@@ -216,12 +217,8 @@ def _conditions(rows: Rows) -> str:
         f"{' to '.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds, "
         f"{mean(line['parameters'] for line in every):,.0f} parameters ± 1%, {_rates(rows)}."
     )
-    bounds = [
-        f"{who} {' or '.join(sorted({f'{value:.3f}' for value in every[0][key].values()}))}"
-        for who, key in (("Guessing gets", "floor"), ("a perfect solver", "ceiling"))
-        if every[0][key]
-    ]
-    return f"{text} {', '.join(bounds)}." if bounds else text
+    guessing = sorted({f"{value:.3f}" for value in every[0]["floor"].values()})
+    return f"{text} Guessing gets {' or '.join(guessing)}." if guessing else text
 
 
 def _rates(rows: Rows) -> str:
