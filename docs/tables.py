@@ -129,11 +129,10 @@ def models() -> str:
                 yield [
                     *(families.MODELS[family], kind, f"{row['length']:,}"),
                     *(f"{1e3 * seconds[side]:,.0f}" for side in ("transformers", "linrope")),
-                    multiple(seconds["transformers"] / seconds["linrope"]),
                     *(f"{peaks[side] / 1e6:,.0f}" for side in ("transformers", "linrope")),
                 ]
 
-    head = "model | | tokens | transformers, ms | linrope, ms | ratio | transformers, MB | linrope, MB"
+    head = "model | | tokens | transformers, ms | linrope, ms | transformers, MB | linrope, MB"
     return table(head, rows())
 
 
