@@ -1,4 +1,4 @@
-"""The cost of sequences in shards, calculated for many GPUs: the table of docs/distributed.md.
+"""The cost of sequences in shards, calculated for many GPUs.
 
     python benchmarks/sequence_parallel.py
 

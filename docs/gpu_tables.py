@@ -37,6 +37,11 @@ def median(times: Row) -> float:
     return float(times["median_ms"])
 
 
+def ends(rows: list[Any]) -> list[Any]:
+    """The first and the last."""
+    return rows if len(rows) < 2 else [rows[0], rows[-1]]
+
+
 def fewest_bytes(d: int, e: int) -> dict[str, int]:
     """Per token and head, in bfloat16, if each pass reads its inputs once; "step": per head, of a float32 state."""
     return {"forward": 2 * (2 * d + 2 * e), "backward": 2 * (6 * d + 5 * e) + 12, "step": 8 * d * e}
@@ -47,24 +52,31 @@ def done_in(run: Row) -> list[str]:
 
 
 def gpu_runs() -> str:
-    """When and on what the kernels ran, which tests passed, what was measured, and what never ran."""
+    """By GPU the most tests that passed in a run, what any run measured, and what never ran."""
     from benchmarks.gpu.steps import STEPS  # requires Triton
 
-    def cells(run: Row) -> list[str]:
-        (machine,), (tests,) = run["machine"], run.get("tests") or [{}]
-        numbers = [tests.get(name, 0) for name in ("passed", "failed", "not run")]
-        minutes = run.get("minutes") or sum(x.get("seconds", 0) for x in run["steps"].values()) / 60
-        done = [name for name in STEPS if name in done_in(run) and name not in ("machine", "tests")]
+    found: dict[str, list[Row]] = {}
+    for run in runs():
+        found.setdefault(run["machine"][0]["device"], []).append(run)
+
+    def tested(run: Row) -> list[int]:
+        (tests,) = run.get("tests") or [{}]
+        return [tests.get(name, 0) for name in ("passed", "failed", "not run")]
+
+    def cells(device: str) -> list[str]:
+        run = max(found[device], key=tested)
+        (machine,), numbers = run["machine"], tested(run)
+        done = {name for run in found[device] for name in done_in(run)} - {"machine", "tests"}
         return [
-            *(run["date"], machine["device"], machine["torch"].partition("+")[0], machine["triton"]),
-            *(f"{minutes:.0f}", f"{numbers[0]} of {sum(numbers)}", ", ".join(done)),
+            *(device, machine["torch"].partition("+")[0], machine["triton"]),
+            *(f"{numbers[0]} of {sum(numbers)}", ", ".join(name for name in STEPS if name in done)),
         ]
 
-    head = "date | GPU | PyTorch | Triton | minutes | tests that passed | measured"
+    head = "GPU | PyTorch | Triton | most tests that passed in a run | measured"
     every = {name for run in runs() for name in done_in(run)}
     never = ", ".join(f"`{name}`" for name in STEPS if name not in every)
     left = fill(f"Steps of `make gpu-run` that have not run on any GPU: {never or 'none'}.", 120)
-    return f"{table(head, map(cells, runs()))}\n\n{left}"
+    return f"{table(head, map(cells, found))}\n\n{left}"
 
 
 def gpu_errors() -> str:
@@ -154,22 +166,26 @@ def gpu_fla() -> str:
 
 
 def gpu_shares() -> str:
-    """Times in a CUDA graph, and the share of the copy bandwidth that they reach."""
+    """Times in a CUDA graph, and the share of the copy bandwidth that they reach: the least and the most by size."""
 
     def rows(step: str, words: str) -> Iterator[list[str]]:
+        found: dict[int, list[tuple[float, list[str]]]] = {}
         for row in measured(step):
             rate = newest_with(step)[0]["machine"][0]["copy"]["rate"]
             b, n, h, d = row["shape"]
             forward, training = (median(row[f"{mode} graph"]) for mode in ("forward", "training"))
             times = {"forward": forward, "backward": training - forward}
             least = {name: 1e3 * b * n * h * x / rate for name, x in fewest_bytes(d, d).items()}
-            yield [
+            cells = [
                 f"{d}",
                 f"{b} x {n:,} tokens, {h} heads{words}",
                 *(f"{x:.2f} ms" for x in times.values()),
                 *(f"{least[name] / x:.0%}" for name, x in times.items()),
                 f"{row['extra_memory']:.0%}",
             ]
+            found.setdefault(d, []).append((least["forward"] / forward, cells))
+        for ranked in map(sorted, found.values()):
+            yield from (cells for _, cells in ends(ranked))
 
     steps = {"bandwidth": "", "gates": ", gates", "long": ""}
     head = "features | | forward | backward | forward's share | backward's share | more memory"
@@ -187,4 +203,8 @@ def gpu_decode() -> str:
         share = 1e3 * fewest_bytes(d, d)["step"] * b * h / rate / milliseconds
         return [f"{d}", f"{b * h:,}", f"{1e3 * milliseconds:.0f} us", f"{share:.0%}"]
 
-    return table("features | states | a step | share of the bandwidth", map(cells, rows))
+    by_size: dict[int, list[list[str]]] = {}
+    for row in rows:
+        by_size.setdefault(row["shape"][-1], []).append(cells(row))
+    shown = (x for steps in by_size.values() for x in ends(steps))
+    return table("features | states | a step | share of the bandwidth", shown)

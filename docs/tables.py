@@ -7,7 +7,7 @@ A table stands between <!-- NAME --> and <!-- /NAME -->. It is made from the new
 
 import json
 from collections.abc import Iterable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -64,17 +64,6 @@ TRACKING_MODELS = {
     "block-selective-add": "selective rotation",
     "block-tied-2-unrotated": "erase up to 2, no rotation",
     "block-tied-2-selective-add": "erase up to 2 and selective rotation",
-}
-
-MAD_MODELS = {
-    "softmax-rope+init": "softmax attention",
-    "gated-deltanet": "Gated DeltaNet",
-    "eq19+init": "equation 19 alone",
-    "block": "the default block",
-    "block-feature": "a forget gate per feature",
-    "block-selective-add": "selective rotation",
-    "block-hybrid": "softmax attention last",
-    "block-erase-elu": "erase",
 }
 
 
@@ -140,11 +129,10 @@ def models() -> str:
                 yield [
                     *(families.MODELS[family], kind, f"{row['length']:,}"),
                     *(f"{1e3 * seconds[side]:,.0f}" for side in ("transformers", "linrope")),
-                    multiple(seconds["transformers"] / seconds["linrope"]),
                     *(f"{peaks[side] / 1e6:,.0f}" for side in ("transformers", "linrope")),
                 ]
 
-    head = "model | | tokens | transformers, ms | linrope, ms | ratio | transformers, MB | linrope, MB"
+    head = "model | | tokens | transformers, ms | linrope, ms | transformers, MB | linrope, MB"
     return table(head, rows())
 
 
@@ -266,27 +254,12 @@ def shakespeare() -> str:
     return table(" | loss | steps | CPU time", rows)
 
 
-def beside_published(kind: str, models: dict[str, str], *, averaged: bool = False) -> str:
-    """The first result of each task, and their mean if averaged: ours, then what others published.
-
-    kind: what the headings of the study's tables begin with.
-    """
-    headings = {task: heading.partition(": ") for task, (heading, _) in report.TASKS.items()}
-    tasks = {task: words for task, (start, _, words) in headings.items() if start == kind}
-    runs = _study()[0]
-    found = {
-        f"{words} (`{model}`)": [
-            [next(iter(line["results"].values())) for line in runs[task][model]] for task in tasks
-        ]
-        for model, words in models.items()
-    }
-    for who in PUBLISHED[next(iter(tasks))]:
-        found[f"{who}, published"] = [[PUBLISHED[task][who]] for task in tasks]
-    rows = []
-    for name, values in found.items():
-        average = [f"{mean(map(mean, values)):.3f}"] if averaged else []
-        rows.append([name, *map(report.spread, values), *average])
-    return table(" | ".join(["", *tasks.values(), *(["mean"] if averaged else [])]), rows)
+def tracking() -> str:
+    """What models make of state tracking, ours and then those that others published."""
+    tasks = [task for task in report.TASKS if task.startswith("track-")]
+    models = {model: f"{words} (`{model}`)" for model, words in TRACKING_MODELS.items()}
+    head, *rows = report.together(tasks, models, _study()[0])
+    return table(" | ".join(head), rows)
 
 
 def drafts() -> str:
@@ -324,8 +297,7 @@ PAGES = {
     "docs/evidence.md": {
         "shakespeare": shakespeare,
         "price": price,
-        "mad": partial(beside_published, "MAD", MAD_MODELS, averaged=True),
-        "tracking": partial(beside_published, "State tracking", TRACKING_MODELS),
+        "tracking": tracking,
     },
     "README.md": {"families": models_in_short, "study": quality},
     "docs/performance.md": {

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,12 +22,17 @@ they cannot say. One command writes this page from the committed lines:
     python -m benchmarks.study table benchmarks/results/study --out docs/evidence_tables.md
 
 - A cell is the mean over the seeds, ± half the range. Differences smaller than that are undecided.
+- A perfect solver gets 1. Bits per byte and losses have no such bound.
 - `state`: the size of all layers' sums of keys times values together. "grows": a key/value cache.
-- `rate`: the learning rate. It is chosen for each task and family by the training loss of one model and one seed, which
-  counts nowhere else.
-- The runs come from several commits and machines, which the lines name, so these tables have no times. [Time of a
-  step](#time-of-a-step) was measured in one run."""
-# The heading of each task's table, and what the task asks
+- The learning rate is chosen for each task and family by the training loss of one model and one seed, which counts
+  nowhere else.
+- The runs come from several commits and machines, so these tables have no times. [Time of a step](#time-of-a-step) was
+  measured in one run. The committed lines also have the commits, the machines and what lies between the columns, such
+  as recall of fewer pairs."""
+# The columns that the tables leave out
+BETWEEN = {"2x - 1x", "4x - 1x", "2 pairs", "4 pairs", "256 bytes", "1,024 bytes", "beyond training"}
+AVERAGED = "MAD"  # the heading of the tasks whose table has a mean
+# The heading of each task's table, and what the task asks. Tasks with the same words before ": " share a table.
 TASKS = {
     "language": (
         "Language",
@@ -42,11 +48,11 @@ TASKS = {
     "language-long": ("Language, 3.5 million parameters", "The same, with rows of 1,024."),
     "language-long-600": (
         "Language, 3.5 million parameters, twice the steps",
-        "The same, with 600 steps. The learning rates are those of the table above.",
+        "The same, with 600 steps and the learning rates of the table above.",
     ),
     "recall-1024": (
         "Recall, 1,024 numbers of state",
-        "2, 4 or 6 pairs of a key and a value, then the keys again: MQAR as "
+        "6 pairs of a key and a value, then the keys again: MQAR as "
         "[Zoology](https://arxiv.org/abs/2312.04927) defines it, with a vocabulary of 16 and rows of "
         "24 tokens. A layer of linear attention has a state of 1,024 numbers.",
     ),
@@ -58,13 +64,13 @@ TASKS = {
     ),
     "distant": (
         "Recall over a distance",
-        "The task is to recall the values of 4 keys. The columns give the bytes of source code in between; training "
+        "The task is to recall the values of 4 keys, with 4,096 or 8,192 bytes of source code in between; training "
         "has 8 to 4,096. A model that knows the four values but not their keys gets 0.41.",
     ),
     "track-parity": (
         "State tracking: parity",
-        "The sum so far, modulo 2. Rows grow from 8 to 160 bits during training. `scaled accuracy`: 0 for guessing and "
-        "1 for a perfect solver, over 40 to 256 bits. `beyond training`: the same over 161 to 256.",
+        "The sum so far, modulo 2. Rows grow from 8 to 160 bits during training. The accuracy over 40 to 256 bits is "
+        "scaled so that guessing gets 0.",
     ),
     "track-arithmetic": (
         "State tracking: arithmetic without brackets",
@@ -152,33 +158,90 @@ def page(folder: Path) -> str:
     shown = [name for name in VARIANTS if any(name in rows for rows in found.values())]
     models = _markdown([["model", "what it is", "family"], *([f"`{x}`", WORDS[x], family(x)] for x in shown)])
     parts = [_HEAD, f"## The models\n\n{models}"]
-    for task, rows in found.items():
-        heading, words = TASKS[task]
-        parts.append(f"## {heading}\n\n{words}\n\n{table(task, rows)}")
+    for kind, tasks in groupby(found, lambda task: TASKS[task][0].partition(": ")[0]):
+        parts.append(f"## {kind}\n\n{_section(kind, list(tasks), found)}")
     times = steps.read(folder)
     return "\n\n".join([*parts, *([_times(times)] if times else [])]) + "\n"
+
+
+def _section(kind: str, tasks: Sequence[str], runs: dict[str, Rows]) -> str:
+    """What the tasks ask, their conditions, and a table."""
+    if len(tasks) == 1:
+        (task,) = tasks
+        return f"{TASKS[task][1]}\n\n**{task}**: {_conditions(runs[task])}\n\n{table(task, runs[task])}"
+    words = [
+        f"- **{TASKS[task][0].partition(': ')[2]}** (`{task}`): {TASKS[task][1]}\n  {_conditions(runs[task])}"
+        for task in tasks
+    ]
+    models = {model: model for model in VARIANTS if any(model in runs[task] for task in tasks)}
+    return "\n".join(words) + "\n\n" + _markdown(together(tasks, models, runs, averaged=kind == AVERAGED))
+
+
+def together(
+    tasks: Sequence[str], models: dict[str, str], runs: dict[str, Rows], *, averaged: bool = False
+) -> list[list[str]]:
+    """The first result of each task, ours and then what others published.
+
+    models: the words for each model.
+    averaged: with the mean of the tasks, for models that have all of them.
+    """
+    found: dict[str, list[tuple[str, float | None]]] = defaultdict(list)  # the cells, and their means
+    for task in tasks:
+        for model, words in models.items():
+            found[words].append(_first(runs[task].get(model, [])))
+        for who, value in PUBLISHED.get(task, {}).items():
+            found[f"{who}, published"].append((f"{value:.3f}", value))
+    rows = [["", *(TASKS[task][0].partition(": ")[2] for task in tasks), *(["mean"] if averaged else [])]]
+    for words, cells in found.items():
+        means = [x for _, x in cells if x is not None]
+        average = [f"{mean(means):.3f}" if len(means) == len(tasks) else ""] if averaged else []
+        rows.append([words, *(text for text, _ in cells), *average])
+    return rows
+
+
+def _first(row: list[Line]) -> tuple[str, float | None]:
+    """The cell of the first result, and its mean over the seeds; of runs that diverged there is none."""
+    results = [line["results"] for line in row]
+    if not row or None in results:
+        return _figures(row, [""])[0] if row else "", None
+    values = [next(iter(each.values())) for each in results]
+    return spread(values), mean(values)
+
+
+def _conditions(rows: Rows) -> str:
+    """The steps, seeds, sizes and learning rates, and what guessing gets."""
+    every = [line for row in rows.values() for line in row]
+    seeds = sorted({len(row) for row in rows.values()})
+    text = (
+        f"{every[0]['settings']['steps']} steps of about {every[0]['tokens_per_step']:,} tokens, "
+        f"{' to '.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds, "
+        f"{mean(line['parameters'] for line in every):,.0f} parameters ± 1%, {_rates(rows)}."
+    )
+    guessing = sorted({f"{value:.3f}" for value in every[0]["floor"].values()})
+    return f"{text} Guessing gets {' or '.join(guessing)}." if guessing else text
+
+
+def _rates(rows: Rows) -> str:
+    """The learning rate of most families, and those of the others."""
+    families: dict[float, list[str]] = defaultdict(list)
+    for rate, name in dict.fromkeys(
+        (line["learning_rate"], family(model)) for model, row in rows.items() for line in row
+    ):
+        families[rate].append(name)
+    usual, *others = sorted(families, key=lambda rate: -len(families[rate]))
+    rest = "".join(f"; {rate:g} for {', '.join(families[rate])}" for rate in others)
+    return f"learning rate {usual:g}{rest}"
 
 
 def table(task: str, rows: Rows) -> str:
     every = [line for row in rows.values() for line in row]
     results: dict[str, Any] = next((line["results"] for line in every if line["results"]), {})
-    names = [name for name, value in results.items() if not isinstance(value, list)]
-    settings = every[0]["settings"]
-    seeds = sorted({len(row) for row in rows.values()})
-    title = (
-        f"**{task}**: {settings['steps']} steps of about {every[0]['tokens_per_step']:,} tokens, "
-        f"{' to '.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds, "
-        f"{mean(line['parameters'] for line in every):,.0f} parameters ± 1%"
-    )
-    body = [["", *names, "state", "rate"]]
-    for label, key in (("guessing", "floor"), ("a perfect solver", "ceiling")):
-        if every[0][key]:
-            bounds = [f"{every[0][key][name]:.3f}" if name in every[0][key] else "" for name in names]
-            body.append([label, *bounds, "", ""])
-    body += [[model, *_figures(row, names), *_costs(row)] for model, row in rows.items()]
+    names = [x for x, value in results.items() if not isinstance(value, list) and x not in BETWEEN]
+    body = [["", *names, "state"]]
+    body += [[model, *_figures(row, names), state(row[0])] for model, row in rows.items()]
     for who, value in PUBLISHED.get(task, {}).items():
-        body.append([f"{who}, published", f"{value:g}", *[""] * (len(names) + 1)])
-    return f"{title}\n\n{_markdown(body)}"
+        body.append([f"{who}, published", f"{value:g}", *[""] * len(names)])
+    return _markdown(body)
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -197,13 +260,6 @@ def state(line: Line) -> str:
     """The number of numbers of the state, all layers together."""
     numbers = line["state_numbers"] or peers.state_numbers(line["model"], line["options"])
     return "grows" if numbers is None else f"{numbers:,}"
-
-
-def _costs(row: list[Line]) -> list[str]:
-    return [
-        state(row[0]),
-        " or ".join(f"{rate:g}" for rate in sorted({line["learning_rate"] for line in row})),
-    ]
 
 
 def _times(found: dict[str, Any]) -> str:
