@@ -202,6 +202,10 @@ def test_what_a_map_computes_counts_and_not_the_function_that_it_names(fmap: Any
 class Slower(Rotary):
     factor = 4
 
+    @property
+    def identity(self) -> str:
+        return f"slower {self.factor}"
+
     def turns_per_position(self, device: torch.device) -> Tensor:
         return super().turns_per_position(device) * self.factor
 
