@@ -216,7 +216,7 @@ def settings(call: Call) -> dict[str, Any]:
     """The kernels' arguments that stay the same from token to token."""
     return {
         "feature_map": MAPS[call.feature_map],
-        "unit": call.query_factor,
+        "query_factor": call.query_factor,
         "theta": call.theta_turns,
         "layout": LAYOUTS[call.layout if call.pairs else "none"],
         "normalize": call.normalize,
