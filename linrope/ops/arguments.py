@@ -13,7 +13,6 @@ from linrope.common.private_names import forward_mode, transformed
 from linrope.common.tracing import exporting, has_tangents, plain
 from linrope.recurrence.call import with_dense_rows
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST_PLANS = 1024
 _plans: dict[Hashable, "Plan"] = {}
 
@@ -65,17 +64,6 @@ def run_as_is(plan: Plan, operator: str, tensors: Iterable[Tensor | None], *sett
 
 def _strides(tensors: Iterable[Tensor | None]) -> Hashable:
     return tuple([None if x is None else x.stride() for x in tensors])
-
-
-def check_dense(name: str, x: object, device: torch.device | None = None) -> None:
-    """Raises unless x is a dense tensor of real numbers, on this device if one is given."""
-    if not isinstance(x, Tensor) or x.layout is not torch.strided:
-        kind = x.layout if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name}: got {kind}, expected a dense torch.Tensor")
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"{name}: got {x.dtype}, expected float64, float32, bfloat16 or float16")
-    if device is not None and x.device != device:
-        raise ValueError(f"{name}: got device {x.device}, expected {device}")
 
 
 def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
