@@ -21,7 +21,7 @@ from linrope.common.argument_checks import (
 from linrope.common.class_names import name_of
 from linrope.common.constants import Constant
 from linrope.rotation.angles import LAYOUTS, cos_sin, cos_sin_of_turns, rotate, to_turns, units_to_features
-from linrope.rotation.frequencies import MROPE_AXES, read_config, resolve
+from linrope.rotation.frequencies import MROPE_AXES, checked_copy, read_config, resolve
 
 __all__ = [
     "LAYOUTS",
@@ -167,7 +167,7 @@ class Rotary:
                 scaled = f", scaling={method.__name__}{parameters}" if parameters else ""
                 source = f"base={self.base}{scaled}"
             else:
-                self._theta = _checked_copy(theta, rotary_dim // 2, axes)
+                self._theta = checked_copy(theta, rotary_dim // 2, axes)
                 source = f"theta={self._theta.tolist()}"
             frequencies = self._theta.view(-1, axes or 1, rotary_dim // 2).transpose(0, 1)
             self._xpos_log_decay = None if xpos is None else _xpos_log_decay(dim, rotary_dim, layout, xpos)
@@ -383,24 +383,6 @@ class Rotary:
 
 
 _NAMES = frozenset((*vars(Rotary), *vars(Rotary(2))))  # of methods and of attributes
-
-
-def _checked_copy(theta: Tensor, pairs: int, axes: int | None) -> Tensor:
-    """Checks theta's shape and values, and returns a float64 copy on the CPU."""
-    expected = (pairs,) if axes is None else (axes, pairs)
-    if not isinstance(theta, Tensor):
-        raise TypeError(
-            f"theta: got {type(theta).__name__}, expected a tensor of frequencies; for another base pass base=1e6"
-        )
-    if theta.shape[-len(expected) :] != expected or theta.ndim - len(expected) not in (0, 1):
-        shape = ", ".join(map(str, expected))
-        raise ValueError(
-            f"theta: got shape {tuple(theta.shape)}, expected ({shape}) or (num_kv_heads, {shape})"
-        )
-    theta = theta.detach().to("cpu", torch.float64, copy=True)
-    if not bool(theta.isfinite().all()):
-        raise ValueError(f"theta: got {theta.tolist()}, expected finite numbers")
-    return theta
 
 
 def _xpos_log_decay(dim: int, rotary_dim: int, layout: str, length: float) -> Tensor:
