@@ -61,7 +61,8 @@ def first_of(name: str, call: Call, state: LinearAttentionState | None) -> Backe
         backend = load(candidate)
         reason = None if isinstance(backend, str) else _why_not(backend, call, state)
         if reason is None:
-            backend = available(candidate)
+            # "onnx" runs on no machine, and its why_not_call knows of the graphs that it is for
+            backend = available(candidate) if BACKENDS[candidate] else backend
             if not isinstance(backend, str):
                 return backend
             reason = backend

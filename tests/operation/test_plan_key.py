@@ -112,7 +112,7 @@ def test_planning_reads_nothing_that_the_key_lacks(backend: str) -> None:
 
 
 def test_the_key_has_every_field_of_a_call() -> None:
-    """Those of ``Resolved`` are made by the plan."""
+    """Apart from those of ``Resolved``, which the plan itself determines."""
     call = Call(**dict(zip("qkv", randoms(1, 5, 2, 4), strict=True)))
     in_key = {*plan._settings_of.__reduce__()[1], *plan._tensors_of.__reduce__()[1], "feature_map", "state"}
     assert in_key == {x.name for x in fields(call)} - {x.name for x in fields(Resolved)}
