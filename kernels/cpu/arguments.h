@@ -62,7 +62,7 @@ constexpr Argument kArguments[] = {
     {"k", kAll, kAll, 0, &Call::k, kData, kDenseRows, {b, m, key_heads, f}},
     {"v", kAll, kAll, 0, &Call::v, kTypeOfK, kDenseRows, {b, m, g, e}},
     {"feature_map", kAll, kAll, 0, &Call::map},
-    {"unit", kAll, kAll, 0, &Call::query_length},
+    {"query_factor", kAll, kAll, 0, &Call::query_factor},
     {"layout", kAll, kAll, 0, &Call::layout},
     {"causal", kForward | kBackward, kAll, 0, &Call::causal},
     {"normalize", kAll, kAll, 0, &Call::normalize},
@@ -347,8 +347,8 @@ inline void check_together(Inputs& x) {
 inline Call& read_call(Inputs& x) {
   Call& c = x.call;
   if (c.map < kIdentity || c.map > kSilu) refuse("feature_map: got ", c.map, ", expected 0 .. ", (int)kSilu);
-  if (!(c.query_length >= 0 && c.query_length <= std::numeric_limits<float>::max()))
-    refuse("unit: got ", c.query_length, ", expected 0 or a positive finite number");
+  if (!(c.query_factor >= 0 && c.query_factor <= std::numeric_limits<float>::max()))
+    refuse("query_factor: got ", c.query_factor, ", expected 0 or a positive finite number");
   if (c.normalize && !(c.eps > 0)) refuse("eps: got ", c.eps, ", expected a positive number");
   if (x.has(kErase) && c.normalize) refuse("normalize: got true with erase, expected false");
   if (x.has(kErase) && !c.causal) refuse("erase: got causal=False, expected causal=True");

@@ -23,11 +23,11 @@ namespace linrope {
 namespace {
 
 // d is the gradient of a token's features y, and becomes that of the map's input. length, factor: those of
-// Task::read_features, used only with c.query_length. raw: scratch (F)
+// Task::read_features, used only with c.query_factor. raw: scratch (F)
 void through_map(const Task& task, const Rows& inputs, int64_t token, const float* y, float length, float factor,
                  float* raw, float* d) {
   const Shape& s = task.s;
-  const bool has_length = task.c.query_length;
+  const bool has_length = task.c.query_factor;
   if (has_length) set_length_backward(s, y, length, factor, d);
   if (s.map == kIdentity) return;
   if (reads_input(s.map)) features(s, inputs, token, kIdentity, raw);
@@ -96,7 +96,7 @@ void write_gradients(const Task& task, const Rows& inputs, const Rows& to, int64
                      float length, const float* lengths, const FeatureGradients& x, float* raw, float* row) {
   const Shape& s = task.s;
   const Call& c = task.c;
-  if (s.plain() && !s.compact && !c.query_length && inputs.type == to.type && c.heads_per_gradient == 1)
+  if (s.plain() && !s.compact && !c.query_factor && inputs.type == to.type && c.heads_per_gradient == 1)
     return with_type(to.type, [&]<class T>() {
       with_map(s.map, [&]<int M>() { write_through_map<T, M>(s, inputs, to, token, count, y, x); });
     });
@@ -134,7 +134,7 @@ struct FinishQueries {
       for (int p = 0; p < s.pairs; p++)
         task.angle_steps_at(token + i)[p] += of_angle(s, rotated + i * s.F, d + i * s.F, p);
     const FeatureGradients gradients(angles, d, c.normalize ? z : nullptr, z_stride, ddens);
-    write_gradients(task, q, *dq, token, count, phi, (float)c.query_length, factors, gradients, raw, row);
+    write_gradients(task, q, *dq, token, count, phi, (float)c.query_factor, factors, gradients, raw, row);
   }
   void find_ddens(int count) const {  // <gb, num> = <phi^, dphi^>; 0 where den is constant
     dots(rotated, d, task.s.F, count, task.s.F, ddens);

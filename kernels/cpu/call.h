@@ -69,8 +69,8 @@ struct Call {
   int64_t map, layout;
   bool causal, normalize, add_eps, want_state, save, save_z, want_log_decay, want_angle_steps, want_write, want_erase, advance;
   double eps;
-  // The argument `unit`. If it is not 0, features are divided by their lengths, and those of queries multiplied by it
-  double query_length;
+  // If it is not 0, features are divided by their lengths, and those of queries multiplied by it
+  double query_factor;
 
   // What the binding adds: the results
   View out, dq, dk, dv;

@@ -141,7 +141,7 @@ inline double log_sigmoid(double x) { return (x < 0 ? x : 0) - std::log1p(std::e
   ARGUMENT(int64_t, heads) ARGUMENT(bool, gate) ARGUMENT(bool, forget) ARGUMENT(Maybe, up) ARGUMENT(Maybe, up_bias)   \
   ARGUMENT(double, bound) ARGUMENT(int64_t, write) ARGUMENT(double, erase)                                            \
   ARGUMENT(Maybe, weight) ARGUMENT(Maybe, bias) ARGUMENT(bool, silu) ARGUMENT(Maybe, theta) ARGUMENT(int64_t, layout) \
-  ARGUMENT(int64_t, feature_map) ARGUMENT(double, unit) ARGUMENT(bool, normalize) ARGUMENT(double, eps)               \
+  ARGUMENT(int64_t, feature_map) ARGUMENT(double, query_factor) ARGUMENT(bool, normalize) ARGUMENT(double, eps)       \
   ARGUMENT(Maybe, norm) ARGUMENT(double, norm_eps) ARGUMENT(bool, over_heads) ARGUMENT(bool, gate_first)              \
   ARGUMENT(Maybe, skip) ARGUMENT(bool, skip_first)
 
@@ -334,7 +334,7 @@ inline Tensor mixer_step(const MixerArguments& a) {
   step[kPositions] = starts;
   step.call.layout = a.layout;
   step.call.map = a.feature_map;
-  step.call.query_length = a.unit;
+  step.call.query_factor = a.query_factor;
   step.call.normalize = a.normalize;
   step.call.eps = a.eps;
   Call& c = read_call(step);

@@ -65,11 +65,11 @@ struct Task {
     const View& mask = c.key_mask;
     return !mask.data || mask.as<bool>()[batch * mask.batch + token * mask.token];
   }
-  // Features of queries and of keys from `token` on, the same rotated, and with c.query_length the factors that gave the
+  // Features of queries and of keys from `token` on, the same rotated, and with c.query_factor the factors that gave the
   // rows their length; null: not wanted. The contents of masked tokens are never used, here and for values
   void query_features(const Rows& q, int64_t token, int count, const Angles& angles, float* phi,
                       float* rotated, float* factors) const {
-    read_features(q, token, count, (float)c.query_length, phi, angles.turn(rotated), factors);
+    read_features(q, token, count, (float)c.query_factor, phi, angles.turn(rotated), factors);
   }
   void key_features(int64_t token, int count, const Angles& angles, float* psi, float* rotated,
                     float* factors) const {
@@ -80,7 +80,7 @@ struct Task {
   }
   void read_features(const Rows& x, int64_t token, int count, float length, float* y, const Turn& turn,
                      float* factors) const {
-    if (!c.query_length) return features(s, x, token, count, y, turn);
+    if (!c.query_factor) return features(s, x, token, count, y, turn);
     features(s, x, token, count, y, {});
     for (int i = 0; i < count; i++) {
       const float factor = set_length(s, y + i * s.F, length);

@@ -59,11 +59,15 @@ def first_of(name: str, call: Call, state: LinearAttentionState | None) -> Backe
         )
     for candidate in _auto(call) if name == "auto" else (name,):
         backend = load(candidate)
-        reason = backend if isinstance(backend, str) else _why_not(backend, call, state)
+        reason = None if isinstance(backend, str) else _why_not(backend, call, state)
         if reason is None:
-            return backend
-        if name == "auto" and not exporting():
-            _announce(candidate, call.k.device.type, reason)
+            # "onnx" runs on no machine, and its why_not_call knows of the graphs that it is for
+            backend = available(candidate) if BACKENDS[candidate] else backend
+            if not isinstance(backend, str):
+                return backend
+            reason = backend
+            if name == "auto" and call.k.device.type in _AUTO and not exporting():
+                warn_of_missing(candidate, reason)
     assert reason is not None
     return reason
 
@@ -80,13 +84,6 @@ def _auto(call: Call) -> list[str]:
     return _AUTO["cpu" if call.k.device.type == "cpu" else "cuda"]
 
 
-@called_while_traced
-def _announce(candidate: str, device: str, reason: str) -> None:
-    """Warns if this backend cannot run a call on the device because its kernels cannot run on this machine."""
-    if device in _AUTO and reason == available(candidate):
-        warn_of_missing(candidate, reason)
-
-
 def kernels_here() -> dict[str, str | None]:
     """The backends with kernels for this machine's devices, by name, and why they cannot run here; None: they can."""
     names = [_AUTO[device][0] for device in ("cpu", "cuda") if device == "cpu" or torch.cuda.is_available()]
@@ -97,6 +94,7 @@ def kernels_here() -> dict[str, str | None]:
 _warned: set[str] = set()
 
 
+@called_while_traced
 def warn_of_missing(name: str, reason: str) -> None:
     """Warns once per process that these kernels cannot run."""
     if name not in _warned:

@@ -11,13 +11,14 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from linrope.common.private_names import arguments_of, results_of
+from linrope.common.private_names import arguments_of, results_of, watched
 
 _NAMES = {
     "darwin": ("liblinrope_native.dylib", "libtorch_cpu.dylib"),
@@ -80,7 +81,7 @@ _library = load(LIBRARY)
 WHY_NOT = _library if isinstance(_library, str) else None  # it cannot be loaded
 
 
-# Its limits, and names in the order of its numbers for them; without a library there are none
+# The library's limits, and names in the order of its numbers for them; without a library there are none
 FACTS: dict[str, Any] = {} if isinstance(_library, str) else json.loads(_library.linrope_facts())
 
 
@@ -99,12 +100,42 @@ def pytorch_functions() -> list[str]:
     return [] if isinstance(_library, str) else _names_in(_library)
 
 
+_untried = UNTESTED is not None and WHY_NOT is None
+_difference: str | None = None
+
+
+def why_not() -> str | None:
+    """The reason why the kernels cannot run on this machine; None: they can."""
+    if _untried and not watched():
+        _try()
+    return WHY_NOT or _difference
+
+
+def _try() -> None:
+    """Compares the kernels with plain PyTorch where they have not been tested. If they differ, none of them runs."""
+    global _untried, _difference
+    _untried = False  # the comparison asks why_not, too
+    # By name, because it stands above all that it calls.
+    try:
+        found = import_module("linrope.first_use").difference()
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    if found is not None:
+        _difference = (
+            f"its kernels compute something else than PyTorch on this machine ({found}); "
+            "please report what `linrope check` says"
+        )
+
+
 def run(operator: str, *arguments: Any, **named: Any) -> Any:
     """The results of one of the library's operators.
 
     Raises:
         ValueError, RuntimeError, MemoryError: what the operator found wrong. It has written nothing then.
     """
+    # A compiled program chose these kernels while it was traced, when they could not be compared
+    if (_untried or _difference is not None) and (reason := why_not()) is not None:
+        raise RuntimeError(f"backend='native' cannot run: {reason}")
     results = _operator(operator)(*arguments, **named)
     if results is None or (type(results) is tuple and results[0] is None):
         raise _error()

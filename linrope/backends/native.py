@@ -5,7 +5,6 @@ with ``erase``, what each token wrote; the rest is recomputed from the inputs.
 """
 
 from collections.abc import Iterable, Mapping
-from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.autograd.graph import increment_version
 from linrope.backends import bridge, library
 from linrope.backends.protocol import COMMON
 from linrope.backends.value_columns import Divided, parts_of
-from linrope.common.private_names import watched
 from linrope.common.tracing import traced
 from linrope.feature_maps import ELEMENTWISE
 from linrope.recurrence.call import (
@@ -37,38 +35,13 @@ from linrope.recurrence.call import (
 from linrope.recurrence.state import LinearAttentionState
 
 OPTIONS, TAKES_VALUE_GROUPS, CLAMPS_GATES = COMMON | {"erase", "query_factor"}, True, False
-# The library's limits and its numbers for names; without a library there are none
 MAX_DIM, MAX_TAPS, MAX_VALUES, BLOCK = map(library.limit, ("max_dim", "max_taps", "max_values", "block"))
 LAYOUTS, WRITE_FACTORS = map(library.numbers_of, ("layouts", "write_factors"))
-# Without a library no map is the reason why a call cannot run
+# Without a library all maps count as computed, so that the missing library is the reason why a call cannot run
 MAPS: Mapping[str, Any] = library.numbers_of("maps") or ELEMENTWISE
 
 _in_use = next(iter(library.INSTRUCTION_SETS), None)
-_untried = library.UNTESTED is not None and library.WHY_NOT is None
-_difference: str | None = None
-
-
-def why_not() -> str | None:
-    """The reason why the backend cannot run on this machine; None: it can."""
-    if _untried and not watched():
-        _try()
-    return library.WHY_NOT or _difference
-
-
-def _try() -> None:
-    """Compares the kernels with plain PyTorch where they have not been tested. If they differ, none of them runs."""
-    global _untried, _difference
-    _untried = False  # the comparison asks why_not, too
-    # By name, because it stands above all that it calls.
-    try:
-        found = import_module("linrope.first_use").difference()
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    if found is not None:
-        _difference = (
-            f"its kernels compute something else than PyTorch on this machine ({found}); "
-            "please report what `linrope check` says"
-        )
+why_not = library.why_not
 
 
 def instruction_sets() -> list[str]:
@@ -106,7 +79,7 @@ def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
         return (
             f"{f} features and {e} values per head: native takes up to {MAX_DIM} of each; use backend='eager'"
         )
-    return why_not()
+    return None
 
 
 def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums | None]:
@@ -243,7 +216,7 @@ def settings(call: Call) -> dict[str, Any]:
     """The kernels' arguments that stay the same from token to token."""
     return {
         "feature_map": MAPS[call.feature_map],
-        "unit": call.query_factor,
+        "query_factor": call.query_factor,
         "theta": call.theta_turns,
         "layout": LAYOUTS[call.layout if call.pairs else "none"],
         "normalize": call.normalize,

@@ -5,7 +5,7 @@ and into the arguments of an operator. So its tensors go to the kernels as they 
 once.
 """
 
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class Steady:
         self._backward = library.Prepared(
             "backward", shared | wanted, [*names, *self._saved, *self._gradients]
         )
+        results = library.result_names("backward")
+        self._of_inputs = itemgetter(*[results.index(name) for name in names[: self._inputs]])
 
     def __call__(self, call: Call, clamps: bool) -> tuple[Tensor, Sums | None]:
         """out and, if wanted, the last sums. clamps: some gates may be below MIN_LOG_DECAY."""
@@ -104,16 +106,14 @@ class Steady:
         g_out, *g_state = g[: len(self._gradients)]
         if g_out is not None:
             g_out = with_dense_rows(g_out)
-        results = self._backward(*given, *saved, g_out, *map(contiguous, g_state))
-        dq, dk, dv, d_log_decay, _, d_write, d_erase, *_ = results
-        found = [dk, dv] if self._heads == 2 else [dq, dk, dv]
+        found = [*self._of_inputs(self._backward(*given, *saved, g_out, *map(contiguous, g_state)))]
+        heads = self._heads
         if self._shares_heads:
-            found = [native.sum_of_heads(x, like) for x, like in zip(found, given)]
-        if d_log_decay is not None and not self._by_unit:
-            d_log_decay = d_log_decay.squeeze(3)
-        for gradient in (d_log_decay, d_write, d_erase):
-            if gradient is not None:
-                found.append(summed_to(gradient, given[len(found)]))
+            found[:heads] = [native.sum_of_heads(x, like) for x, like in zip(found[:heads], given)]
+        if self._has_gates and not self._by_unit:
+            found[heads] = found[heads].squeeze(3)
+        for i in range(heads, len(found)):
+            found[i] = summed_to(found[i], given[i])
         return found if len(found) == len(given) else [*found, None]
 
     def _gradients_by_operator(

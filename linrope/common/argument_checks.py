@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # Names that functions of PyTorch take, and options that are read without it
@@ -130,3 +131,22 @@ def check_integer_tensors(**arguments: Tensor) -> None:
             raise TypeError(f"{argument}: got {type(x).__name__}, expected a tensor of integers")
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise TypeError(f"{argument}: got {x.dtype}, expected integers")
+
+
+def check_dense(name: str, x: object, device: torch.device | None = None) -> None:
+    """Raises unless x is a dense tensor of real numbers, on this device if one is given.
+
+    >>> from linrope.common.argument_checks import check_dense
+    >>> check_dense("gate", torch.ones(2, dtype=torch.int64))
+    Traceback (most recent call last):
+    TypeError: gate: got torch.int64, expected float64, float32, bfloat16 or float16
+    """
+    import torch
+
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+        kind = x.layout if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"{name}: got {kind}, expected a dense torch.Tensor")
+    if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"{name}: got {x.dtype}, expected float64, float32, bfloat16 or float16")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name}: got device {x.device}, expected {device}")

@@ -3,7 +3,7 @@
 Exponentials need one more, ``linrope.feature_maps.log_scale.exponential``.
 """
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from linrope.feature_maps.state_identity import Identified
 
 # Features (..., f); from a log_scaled map also the logarithm (...) of the factor of each token's features.
 Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+_METHODS = frozenset(("forward", "queries", "keys"))
 
 
 class FeatureMap(Identified):
@@ -45,6 +47,13 @@ class FeatureMap(Identified):
     long_keys: bool = False  # whether psi(k) may be longer than 1 so that the delta rule's state grows
     log_scaled: bool = False
     elementwise: str | None = None  # the function's name in the kernels that apply it as they load a tensor
+    # False for a class with other queries or keys than the class that names the elementwise function
+    computes_what_it_names = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        names_it = next(each for each in cls.__mro__ if "elementwise" in vars(each))
+        cls.computes_what_it_names = all(getattr(cls, name) is getattr(names_it, name) for name in _METHODS)
 
     def forward(self, q: Tensor | None, k: Tensor | None) -> tuple[Features | None, Features | None]:
         """(phi(q), psi(k)); None stays None."""
@@ -62,12 +71,9 @@ def is_feature_map(x: object) -> bool:
     return isinstance(x, FeatureMap) or (isinstance(x, nn.Module) and hasattr(x, "feature_dim"))
 
 
-METHODS = frozenset(("forward", "queries", "keys"))
-
-
 def is_changed(module: nn.Module) -> bool:
     """True if a call of the module does more than its class says: a hook, or another method put in its place."""
-    return bool(hooks_of(module)) or not METHODS.isdisjoint(vars(module))
+    return bool(hooks_of(module)) or not _METHODS.isdisjoint(vars(module))
 
 
 def widen(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from linrope.common.argument_checks import check_sizes
-from linrope.feature_maps.base import METHODS, FeatureMap, Features
+from linrope.feature_maps.base import FeatureMap, Features
 from linrope.feature_maps.log_scale import centre, exponential
 
 
@@ -62,13 +62,15 @@ class ElementwiseMap(FeatureMap):
         super().__init__()
         check_sizes(head_dim=head_dim)
         self.name = name
-        # A subclass may have other queries and keys, which kernels do not know, and which may have any length.
-        known = all(getattr(type(self), method) is getattr(ElementwiseMap, method) for method in METHODS)
-        self.elementwise = name if known else None
         self.head_dim = self.feature_dim = head_dim
         self.positive = ELEMENTWISE[name].positive
         self.log_scaled = name == "exp"
-        self.long_keys = known
+        self.long_keys = self.elementwise is not None  # other keys of a subclass may have any length
+
+    @property
+    def elementwise(self) -> str | None:  # type: ignore[override]
+        """The map's name; None for a subclass with other queries or keys, which kernels do not know."""
+        return self.name if self.computes_what_it_names else None
 
     def queries(self, q: Tensor) -> Features:
         if self.log_scaled:

@@ -237,7 +237,7 @@ def _weights(layer: Any) -> dict[str, tuple[Any, str]]:
 
 def _constants(layer: Any) -> dict[str, Any]:
     """mixer_step's other arguments that do not change from token to token, by name."""
-    elementwise, unit = backend_map(layer.feature_map)
+    elementwise, query_factor = backend_map(layer.feature_map)
     conv, norm, rotary = layer.short_conv, layer.out_norm, layer.rotary
     forget, erase = layer.forget_gate, layer.erase_gate
     bound = forget.bound if isinstance(forget, FeatureForgetGate) else None
@@ -253,7 +253,7 @@ def _constants(layer: Any) -> dict[str, Any]:
         "theta": None if rotary is None else rotary.turns_per_position(torch.device("cpu")),
         "layout": native.LAYOUTS["none" if rotary is None else rotary.layout],
         "feature_map": native.MAPS[elementwise or ""],
-        "unit": unit,
+        "query_factor": query_factor,
         "normalize": layer.normalize and not layer.norm_suffices,
         "eps": Call.eps,  # the layer has no option for it
         "norm_eps": 1e-6 if norm is None else norm.eps or 0.0,

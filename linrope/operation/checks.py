@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linrope import feature_maps
-from linrope.common.argument_checks import ROPE_ORDERS, check_bools, check_name, check_numbers
+from linrope.common.argument_checks import ROPE_ORDERS, check_bools, check_dense, check_name, check_numbers
 from linrope.common.tracing import values_readable
 from linrope.feature_maps import FeatureMap
 from linrope.feature_maps.base import is_feature_map
@@ -17,8 +17,6 @@ from linrope.recurrence.decay import check_gates
 from linrope.recurrence.identities import WITHOUT_Z, same_identity
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_settings(call: Call) -> FeatureMap | None:
@@ -84,7 +82,7 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, causal: bool) -> None:
     """Checks the types, dtypes, devices and shapes of q, k and v. q is None if only the last state is wanted."""
     named = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
     for name, x in named.items():
-        _check_floating(name, x)
+        check_dense(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected (batch, length, heads, dim)")
     q = k if q is None else q
@@ -166,24 +164,10 @@ def check_mask(key_mask: Tensor | None, b: int, m: int, device: torch.device) ->
         raise ValueError(f"key_mask: got device {key_mask.device}, expected {device}")
 
 
-def _check_floating(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor) or x.layout is not torch.strided:
-        kind = x.layout if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name}: got {kind}, expected a dense torch.Tensor")
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"{name}: got {x.dtype}, expected float64, float32, bfloat16 or float16")
-
-
-def _check_option(name: str, x: Tensor, device: torch.device) -> None:
-    _check_floating(name, x)
-    if x.device != device:
-        raise ValueError(f"{name}: got device {x.device}, expected {device}")
-
-
 def check_decay(decay: Tensor | None, g: int, causal: bool, device: torch.device) -> None:
     if decay is None:
         return
-    _check_option("decay", decay, device)
+    check_dense("decay", decay, device)
     if decay.shape != (g,):
         raise ValueError(f"decay: got shape {tuple(decay.shape)}, expected {(g,)}, one per key/value head")
     if not causal:
@@ -199,7 +183,7 @@ def check_log_decay(log_decay: Tensor | None, v: Tensor, causal: bool, *, units:
     """units: the pairs of features that turn and the features that do not; None: log_decay must be per head."""
     if log_decay is None:
         return
-    _check_option("log_decay", log_decay, v.device)
+    check_dense("log_decay", log_decay, v.device)
     b, m, g, _ = v.shape
     shapes = [(b, m, g)] if units is None else [(b, m, g), (b, m, g, units)]
     shape = tuple(log_decay.shape)
@@ -221,7 +205,7 @@ def check_log_decay_values(log_decay: Tensor) -> None:
 
 def _check_per_token(name: str, x: Tensor, v: Tensor, tokens: str) -> None:
     """Checks a number per token and head; ``tokens`` is the letter of their axis."""
-    _check_option(name, x, v.device)
+    check_dense(name, x, v.device)
     if x.ndim != 3 or not _broadcasts(x.shape, v.shape[:3], (0, 2)):
         raise ValueError(
             f"{name}: got shape {tuple(x.shape)}, expected (b or 1, {tokens}, g or 1) = {tuple(v.shape[:3])}"
@@ -276,7 +260,7 @@ def check_parts_with_erase(
 def check_angle_steps(angle_steps: Tensor | None, v: Tensor, n: int, f: int, rotary: Rotary | None) -> None:
     if angle_steps is None:
         return
-    _check_option("angle_steps", angle_steps, v.device)
+    check_dense("angle_steps", angle_steps, v.device)
     b, m, g, _ = v.shape
     max_pairs = f // 2 if rotary is None else rotary.rotary_dim // 2
     if angle_steps.ndim != 4 or not _broadcasts(angle_steps.shape[:3], (b, m, g), (0, 2)):

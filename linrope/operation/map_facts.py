@@ -1,10 +1,9 @@
 """``MapFacts``: all that the checks and the plan of a call know of its feature map."""
 
-from functools import cache
 from typing import NamedTuple
 
 from linrope.feature_maps import ElementwiseMap, FeatureMap
-from linrope.feature_maps.base import METHODS, is_changed
+from linrope.feature_maps.base import is_changed
 from linrope.feature_maps.unit import UnitMap
 
 
@@ -21,7 +20,7 @@ class MapFacts(NamedTuple):
     long_keys: bool = False
     # What a backend can apply to q and k, of a log_scaled map after Python has centred them. None: Python maps them.
     elementwise: str | None = "identity"
-    query_factor: float = 0.0  # of a UnitMap, else 0
+    query_factor: float = 0.0  # 0 for all maps but a UnitMap
     identity: str | None = "features"  # None: it depends on the weights of the map
 
 
@@ -33,7 +32,7 @@ def facts_of(fmap: FeatureMap | None) -> MapFacts:
     if (
         not isinstance(fmap, FeatureMap)  # a wrapper, which may compute something else
         or is_changed(fmap)
-        or (elementwise and "elementwise" not in vars(fmap) and _overrides_the_named(type(fmap)))  # type: ignore[arg-type]
+        or (elementwise and "elementwise" not in vars(fmap) and not fmap.computes_what_it_names)
         or (fmap.log_scaled and not isinstance(fmap, ElementwiseMap))
     ):
         elementwise = None
@@ -53,13 +52,6 @@ def facts_of(fmap: FeatureMap | None) -> MapFacts:
 
 
 _WITHOUT_MAP = MapFacts()
-
-
-@cache
-def _overrides_the_named(kind: type) -> bool:
-    """True if a class has other queries or keys than the one that named the elementwise function."""
-    names = [name for each in kind.__mro__ for name in ("elementwise", *METHODS) if name in vars(each)]
-    return names[0] != "elementwise"
 
 
 def backend_map(fmap: FeatureMap | None) -> tuple[str | None, float]:

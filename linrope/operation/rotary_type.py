@@ -7,9 +7,16 @@ _ROTATE, _TURNS = ("__call__", "cos_sin", "angles"), "turns_per_position"
 
 
 def check_overridden(rotary: Rotary, rotates_before_map: bool) -> None:
-    """Refuses a subclass that changes the angles where the call does not read them."""
+    """Refuses a subclass that changes the angles where the call does not read them, or where no state would tell."""
     own = [name for name in (*_ROTATE, _TURNS) if getattr(type(rotary), name) is not getattr(Rotary, name)]
-    if not own or (_TURNS in own and not rotates_before_map) or (own != [_TURNS] and rotates_before_map):
+    if not own:
+        return
+    if own != [_TURNS] if rotates_before_map else _TURNS in own:
+        if type(rotary).identity is Rotary.identity:
+            raise TypeError(
+                f"rotary: got {type(rotary).__name__} with its own {', '.join(own)}, expected its own identity "
+                "too, which tells apart its objects that turn by other angles"
+            )
         return
     order, read = ("before", "angles") if rotates_before_map else ("after", _TURNS)
     raise TypeError(

@@ -1,7 +1,7 @@
 """Checks of the operators' arguments, the choice of a kernel, and its launch."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from linrope.common.private_names import forward_mode, transformed
 from linrope.common.tracing import exporting, has_tangents, plain
 from linrope.recurrence.call import with_dense_rows
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST_PLANS = 1024
 _plans: dict[Hashable, "Plan"] = {}
 
@@ -23,9 +22,8 @@ class Plan:
     """How calls that are alike are computed."""
 
     kernel: str  # "native", "triton" or "eager"
-    # True: the native kernel may take the call's own tensors. The first call whose strides or dtypes it refuses sets
-    # False, and the later ones prepare their tensors for it.
-    as_is: bool
+    as_is: bool  # True: the native kernel may take the call's own tensors
+    refused: set[Hashable] = field(default_factory=set)  # strides with which it does not take them
 
 
 def plan_of(settings: tuple[Any, ...], tensors: Sequence[Tensor | None], check: Callable[[], str]) -> Plan:
@@ -53,26 +51,19 @@ def plan_of(settings: tuple[Any, ...], tensors: Sequence[Tensor | None], check: 
 
 def run_as_is(plan: Plan, operator: str, tensors: Iterable[Tensor | None], *settings: Any) -> Any:
     """The native kernel's result from the call's own tensors. None: autograd records the call, or they do not fit."""
-    if not plan.as_is:
+    if not plan.as_is or (plan.refused and _strides(tensors) in plan.refused):
         return None
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return None
     try:
         return library.run(operator, *tensors, *settings)
     except RuntimeError:  # it checks everything before it computes
-        plan.as_is = False
+        plan.refused.add(_strides(tensors))
         return None
 
 
-def check_dense(name: str, x: object, device: torch.device | None = None) -> None:
-    """Raises unless x is a dense tensor of real numbers, on this device if one is given."""
-    if not isinstance(x, Tensor) or x.layout is not torch.strided:
-        kind = x.layout if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name}: got {kind}, expected a dense torch.Tensor")
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"{name}: got {x.dtype}, expected float64, float32, bfloat16 or float16")
-    if device is not None and x.device != device:
-        raise ValueError(f"{name}: got device {x.device}, expected {device}")
+def _strides(tensors: Iterable[Tensor | None]) -> Hashable:
+    return tuple([None if x is None else x.stride() for x in tensors])
 
 
 def check_shape(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from linrope.backends import native
 from linrope.backends.library import named_results, run_by_name
 from linrope.backends.operator import Operator, Output, Tensors
+from linrope.common.argument_checks import check_dense
 from linrope.common.tracing import check_not_in_onnx
 from linrope.operation.checks import check_bounds, check_cu_seqlens
 from linrope.ops.arguments import (
     as_parameter,
     as_tokens,
-    check_dense,
     check_shape,
     choose,
     converted,

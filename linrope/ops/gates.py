@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linrope.backends.operator import Operator, Output, Tensors
-from linrope.common.argument_checks import check_name
+from linrope.common.argument_checks import check_dense, check_name
 from linrope.common.precision import full_precision
 from linrope.common.tracing import check_not_in_onnx
-from linrope.ops.arguments import check_dense, check_shape, choose, launch, plan_of
+from linrope.ops.arguments import check_shape, choose, launch, plan_of
 
 ACTIVATIONS = ("log_sigmoid", "sigmoid")
 MAX_HEADS = {"triton": 128}  # the most that the kernel takes

@@ -10,12 +10,11 @@ from torch.nn import functional as F
 from linrope.backends import native
 from linrope.backends.library import named_results, run_by_name
 from linrope.backends.operator import Operator, Output, Tensors
-from linrope.common.argument_checks import ORDERS, SPANS, check_name
+from linrope.common.argument_checks import ORDERS, SPANS, check_dense, check_name
 from linrope.common.tracing import check_not_in_onnx
 from linrope.ops.arguments import (
     as_parameter,
     as_tokens,
-    check_dense,
     check_shape,
     choose,
     converted,

@@ -25,14 +25,15 @@ NO_KEYS = -1e30  # log_scale before the first key; finite, because -inf - -inf i
 
 
 class _Wide:
-    """Holds a state's tensors where FSDP2's cast to half precision, in which sums stall, does not see them.
-
-    FSDP2 takes a dataclass apart, casts every tensor in it and builds a new one. ``__post_init__`` then restores all
-    tensors from here.
-    """
+    """Holds a state's tensors where FSDP2's cast to half precision, in which sums stall, does not see them."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
+
+
+# FSDP2 takes a dataclass apart, casts every tensor in it and builds a new one. Beside the wide tensors a state holds
+# this one: if it comes back in another dtype, the state has been cast.
+_MARK = torch.zeros((), dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,18 +79,17 @@ class LinearAttentionState:
     angle_gradient_path: Tensor | None = None
     slots: Tensor | None = None
     donated: bool = False
-    _wide: "_Wide | None" = None
+    _wide: tuple[_Wide, Tensor] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv, Tensor):  # tracing rebuilds the pytree with placeholders
             return
         tensors = self.tensors()
         if not torch.compiler.is_compiling():
-            half = (torch.bfloat16, torch.float16)
-            if self._wide is not None and self.kv.dtype in half and self.z.dtype in half:
-                tensors |= self._wide.tensors
+            if self._wide is not None and self._wide[1].dtype != _MARK.dtype:
+                tensors |= self._wide[0].tensors
                 self.__dict__.update(tensors)
-            self.__dict__["_wide"] = _Wide(tensors)
+            self.__dict__["_wide"] = _Wide(tensors), _MARK
         for name, x in (("kv", self.kv), ("z", self.z), ("log_scale", self.log_scale)):
             if x is not None and x.dtype not in (torch.float32, torch.float64):
                 raise TypeError(f"state.{name}: got {x.dtype}, expected float32 or float64")
@@ -223,7 +223,7 @@ class LinearAttentionState:
         state = object.__new__(LinearAttentionState)
         state.__dict__.update(self.__dict__, **fields)
         if "kv" in fields:  # FSDP2's cast would bring back the tensors of this state
-            state.__dict__["_wide"] = _Wide(state.tensors())
+            state.__dict__["_wide"] = _Wide(state.tensors()), _MARK
         return state
 
     def at(self, slots: Tensor) -> "LinearAttentionState":

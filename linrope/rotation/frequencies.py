@@ -351,3 +351,21 @@ def base_for_length(length: float, base: float = 10000.0, trained: float = 4096)
 def _check_lengths(base: float, *lengths: float) -> None:
     if not (base > 1 and all(length > 2 * math.pi for length in lengths)):
         raise ValueError(f"base={base}, lengths {lengths}: expected base > 1, lengths > 2 pi")
+
+
+def checked_copy(theta: Tensor, pairs: int, axes: int | None) -> Tensor:
+    """Checks theta's shape and values, and returns a float64 copy on the CPU."""
+    expected = (pairs,) if axes is None else (axes, pairs)
+    if not isinstance(theta, Tensor):
+        raise TypeError(
+            f"theta: got {type(theta).__name__}, expected a tensor of frequencies; for another base pass base=1e6"
+        )
+    if theta.shape[-len(expected) :] != expected or theta.ndim - len(expected) not in (0, 1):
+        shape = ", ".join(map(str, expected))
+        raise ValueError(
+            f"theta: got shape {tuple(theta.shape)}, expected ({shape}) or (num_kv_heads, {shape})"
+        )
+    theta = theta.detach().to("cpu", torch.float64, copy=True)
+    if not bool(theta.isfinite().all()):
+        raise ValueError(f"theta: got {theta.tolist()}, expected finite numbers")
+    return theta

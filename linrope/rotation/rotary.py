@@ -21,7 +21,7 @@ from linrope.common.argument_checks import (
 from linrope.common.class_names import name_of
 from linrope.common.constants import Constant
 from linrope.rotation.angles import LAYOUTS, cos_sin, cos_sin_of_turns, rotate, to_turns, units_to_features
-from linrope.rotation.frequencies import MROPE_AXES, read_config, resolve
+from linrope.rotation.frequencies import MROPE_AXES, checked_copy, read_config, resolve
 
 __all__ = [
     "LAYOUTS",
@@ -80,7 +80,7 @@ class Rotary:
     (``turns_per_position``). Up to position 2^31 - 1 and theta = 1 they are exact to 1e-6 rad. Only cos and sin are
     cast. A Rotary is not a module and has no parameters, so casting a model to half precision does not touch theta. It
     never changes, because states hold keys that it has rotated: theta, frequencies and xpos_log_decay are returned as
-    copies.
+    copies, and none of its names can be set. A subclass may change the angles; it then defines its own ``identity``.
 
     With ``axes``, positions are vectors (images, video), and pair t turns by sum_a p_a theta[a, t] over the axes a.
 
@@ -116,7 +116,6 @@ class Rotary:
     """
 
     attention_factor: float  # linear_rope_attention multiplies q and k by it before the feature map
-    identity: str  # differs between rotations whose states must not be mixed
     heads: int  # number of key/value heads that theta has a row for; 1: all heads share one theta
 
     def __init__(
@@ -168,7 +167,7 @@ class Rotary:
                 scaled = f", scaling={method.__name__}{parameters}" if parameters else ""
                 source = f"base={self.base}{scaled}"
             else:
-                self._theta = _checked_copy(theta, rotary_dim // 2, axes)
+                self._theta = checked_copy(theta, rotary_dim // 2, axes)
                 source = f"theta={self._theta.tolist()}"
             frequencies = self._theta.view(-1, axes or 1, rotary_dim // 2).transpose(0, 1)
             self._xpos_log_decay = None if xpos is None else _xpos_log_decay(dim, rotary_dim, layout, xpos)
@@ -178,7 +177,17 @@ class Rotary:
         options = (("axes", axes), ("attention_factor", factor), ("xpos", xpos))
         suffix = "".join(f", {name}={value}" for name, value in options if value is not None)
         settings = f"{dim}, {source}, layout={layout!r}, rotary_dim={rotary_dim}{suffix}"
-        self.identity = f"{name_of(type(self))}({settings})"
+        self._identity = f"{name_of(type(self))}({settings})"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_identity" in vars(self) and name in _NAMES:
+            raise AttributeError(f"{name}: a Rotary never changes, expected another one, or a subclass")
+        super().__setattr__(name, value)
+
+    @property
+    def identity(self) -> str:
+        """Differs between rotations whose states must not be mixed."""
+        return self._identity
 
     @property
     def theta(self) -> Tensor:
@@ -360,35 +369,20 @@ class Rotary:
     def __eq__(self, other: object) -> bool:
         """True for a rotation that turns the same features by the same angles; a Rotary never changes.
 
-        What a subclass turns by is unknown: its objects are equal to themselves alone.
+        A subclass may turn by other angles, so each of its objects equals itself alone.
         """
         return self is other or (
-            type(self) is type(other) is Rotary and self.identity == vars(other)["identity"]
+            type(self) is type(other) is Rotary and self._identity == vars(other)["_identity"]
         )
 
     def __hash__(self) -> int:
-        return hash(self.identity)
+        return hash(self._identity)
 
     def __repr__(self) -> str:
         return _LONG_LIST.sub("[..]", self.identity)
 
 
-def _checked_copy(theta: Tensor, pairs: int, axes: int | None) -> Tensor:
-    """Checks theta's shape and values, and returns a float64 copy on the CPU."""
-    expected = (pairs,) if axes is None else (axes, pairs)
-    if not isinstance(theta, Tensor):
-        raise TypeError(
-            f"theta: got {type(theta).__name__}, expected a tensor of frequencies; for another base pass base=1e6"
-        )
-    if theta.shape[-len(expected) :] != expected or theta.ndim - len(expected) not in (0, 1):
-        shape = ", ".join(map(str, expected))
-        raise ValueError(
-            f"theta: got shape {tuple(theta.shape)}, expected ({shape}) or (num_kv_heads, {shape})"
-        )
-    theta = theta.detach().to("cpu", torch.float64, copy=True)
-    if not bool(theta.isfinite().all()):
-        raise ValueError(f"theta: got {theta.tolist()}, expected finite numbers")
-    return theta
+_NAMES = frozenset((*vars(Rotary), *vars(Rotary(2))))  # of methods and of attributes
 
 
 def _xpos_log_decay(dim: int, rotary_dim: int, layout: str, length: float) -> Tensor:

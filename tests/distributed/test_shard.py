@@ -1,10 +1,11 @@
 """What a shard knows of its tokens, what it refuses, and that a group of one changes nothing."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.utils import _apply_to_tensors
 
 from linrope import LinearRoPEAttention, Rotary, linear_rope_attention, linear_rope_state
 from linrope.distributed import Shard
@@ -96,13 +97,13 @@ def test_calls_refuse_what_a_shard_already_has() -> None:
         LinearRoPEAttention(8, 2)(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), shard=shard)
 
 
-def test_half_precision_in_a_copy_of_a_state_leaves_its_sums_wide() -> None:
-    """As FSDP's mixed precision makes such a copy: of all fields, each tensor cast."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mixed_precision_leaves_the_sums_of_a_state_wide(dtype: torch.dtype) -> None:
+    """FSDP2 takes a dataclass apart, casts each tensor, and builds a new one."""
     state = linear_rope_state(*torch.ones(2, 1, 5, 2, 4))
-    values = {field.name: getattr(state, field.name) for field in fields(state)}
-    floats = {name: x for name, x in values.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    copy = replace(state, **(values | {name: x.bfloat16() for name, x in floats.items()}))
-    assert copy.kv is state.kv
-    assert copy.z is state.z
-    with pytest.raises(TypeError, match=r"state\.kv: got torch\.bfloat16"):
-        replace(state, kv=state.kv.bfloat16())
+    for copy in (state, state.clone()):
+        cast = _apply_to_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, copy)
+        assert cast.kv is copy.kv
+        assert cast.z is copy.z
+    with pytest.raises(TypeError, match=r"state\.kv: got torch\.float16"):
+        replace(state, kv=state.kv.half(), z=state.z.half())

@@ -73,6 +73,14 @@ def test_a_subclass_that_changes_nothing_is_computed_by_the_backend_like_its_par
     assert (Doubled("relu", 4).elementwise, Doubled("relu", 4).long_keys) == (None, False)
 
 
+def test_a_map_has_one_name() -> None:
+    fmap, x = ElementwiseMap("relu", 4), randoms(1, 9, 2, 4, dtype=torch.float32)
+    fmap.name = "relu2"
+    for backend in ("auto", *BACKENDS):
+        expected = linear_rope_attention(*x, feature_map="relu2", backend=backend)
+        assert_close(linear_rope_attention(*x, feature_map=fmap, backend=backend), expected)
+
+
 @pytest.mark.parametrize("of_instance", [False, True], ids=["subclass", "method of one object"])
 @pytest.mark.parametrize("name", ["elu+1", "exp"])
 def test_keys_of_a_subclass_are_computed_in_every_backend(name: str, of_instance: bool) -> None:

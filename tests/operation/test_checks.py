@@ -198,11 +198,15 @@ def test_packed_sequences_of_no_tokens_at_all(backend: str) -> None:
 class Stretched(Rotary):
     """The angles grow with the logarithm of the position."""
 
+    identity = "stretched"  # type: ignore[assignment]
+
     def angles(self, positions: Tensor) -> Tensor:
         return super().angles(positions).log1p()
 
 
 class Slower(Rotary):
+    identity = "slower"  # type: ignore[assignment]
+
     def turns_per_position(self, device: torch.device) -> Tensor:
         return super().turns_per_position(device) // 2
 
@@ -223,3 +227,8 @@ def test_a_rotation_whose_angles_a_call_would_not_read_is_refused(
     assert not torch.equal(
         attend(rotary=kind(D), rope_order=other), attend(rotary=Rotary(D), rope_order=other)
     )
+    nameless = type("Nameless", (kind,), {"identity": Rotary.identity})(D)
+    with pytest.raises(
+        TypeError, match=r"^rotary: got Nameless with its own .*, expected its own identity too"
+    ):
+        attend(rotary=nameless, rope_order=other)

@@ -112,7 +112,7 @@ def test_planning_reads_nothing_that_the_key_lacks(backend: str) -> None:
 
 
 def test_the_key_has_every_field_of_a_call() -> None:
-    """Those of ``Resolved`` are made by the plan."""
+    """Apart from those of ``Resolved``, which the plan itself determines."""
     call = Call(**dict(zip("qkv", randoms(1, 5, 2, 4), strict=True)))
     in_key = {*plan._settings_of.__reduce__()[1], *plan._tensors_of.__reduce__()[1], "feature_map", "state"}
     assert in_key == {x.name for x in fields(call)} - {x.name for x in fields(Resolved)}
@@ -201,6 +201,10 @@ def test_what_a_map_computes_counts_and_not_the_function_that_it_names(fmap: Any
 
 class Slower(Rotary):
     factor = 4
+
+    @property
+    def identity(self) -> str:
+        return f"slower {self.factor}"
 
     def turns_per_position(self, device: torch.device) -> Tensor:
         return super().turns_per_position(device) * self.factor

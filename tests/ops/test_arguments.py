@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from linrope.backends import library
 from linrope.ops import arguments as kept
-from linrope.ops import convolve, convolve_parts, gated_norm, gates
+from linrope.ops import convolve, convolve_parts, gated_norm, gates, norm
 from tests.ops.cases import needs_native, numbers, with_gaps
 
 X, OUT = numbers(2, 9, 6), numbers(2, 9, 4, 5)
@@ -184,3 +184,19 @@ def test_a_plan_serves_no_call_that_differs_in_anything(name: str) -> None:
             with surroundings():
                 assert outcome(run, second) == expected
                 assert outcome(run, second) == expected
+
+
+@needs_native
+def test_a_call_whose_strides_the_kernel_refuses_changes_no_other_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, fits = torch.ones(1, 3, 2, 8), []
+
+    def run_as_is(*x: Any) -> Any:
+        fits.append((y := kept.run_as_is(*x)) is not None)
+        return y
+
+    monkeypatch.setattr(norm, "run_as_is", run_as_is)
+    for x in (out.mT.contiguous().mT, out) * 2:
+        gated_norm(x)
+    assert fits == [False, True, False, True]

@@ -87,6 +87,10 @@ class Times(Rotary):
         super().__init__(dim)
         self.factor = factor
 
+    @property
+    def identity(self) -> str:
+        return f"{super().identity} times {self.factor}"
+
     def turns_per_position(self, device: torch.device) -> torch.Tensor:
         return super().turns_per_position(device) * self.factor
 
@@ -100,8 +104,18 @@ def test_a_subclass_has_calls_and_states_of_its_own() -> None:
         expected = linear_rope_attention(q, k, v, rotary=Rotary(8, theta=rotary.factor * plain.theta))
         torch.testing.assert_close(out, expected)
     _, state = linear_rope_attention(q, k, v, rotary=thrice, return_state=True)
-    with pytest.raises(ValueError, match="Times"):
-        linear_rope_attention(q, k, v, rotary=plain, state=state)
+    for other in (plain, twice):
+        with pytest.raises(ValueError, match=r"Times.* times 3"):
+            linear_rope_attention(q, k, v, rotary=other, state=state)
+
+
+def test_no_name_of_a_rotation_can_be_set() -> None:
+    rotary, other = Rotary(8), Times(8, 3)
+    for name in ("angles", "turns_per_position", "layout", "attention_factor"):
+        with pytest.raises(AttributeError, match=f"^{name}: a Rotary never changes"):
+            setattr(rotary, name, getattr(other, name))
+    other.factor = 2
+    assert other.identity.endswith("times 2")
 
 
 @pytest.mark.parametrize("shape", [(32,), (1, 32), (16, 32), (4, 2, 32)])

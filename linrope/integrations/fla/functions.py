@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linrope.common.argument_checks import check_dense
 from linrope.feature_maps.base import widen
 from linrope.integrations.fla.arguments import REFUSED, UNREAD, attend, refuse
 from linrope.operation.checks import check_tensors
-from linrope.ops.arguments import check_dense, check_shape
+from linrope.ops.arguments import check_shape
 
 _Function = Callable[..., tuple[Tensor, Any]]
 _State = Tensor | tuple[Tensor, Tensor]

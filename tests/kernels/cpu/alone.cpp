@@ -170,7 +170,7 @@ static void run_attention(int64_t f, int64_t e, int64_t pairs, int layout, int m
   for (int64_t p = 0; p < pairs; p++) turns[p] = (int64_t)(std::pow(2.0, 61 - (double)p) / 3);
   Arguments inputs = more;
   inputs.insert({{"q", numbers({1, n, h, f})}, {"k", numbers({1, n, g, f}, erases ? 0.1 : 1)}, {"v", numbers({1, n, g, e})},
-                 {"feature_map", map}, {"unit", 0.0}, {"theta", integers({1, 1, pairs}, turns)},
+                 {"feature_map", map}, {"query_factor", 0.0}, {"theta", integers({1, 1, pairs}, turns)},
                  {"positions", integers({1, 1}, {1000})}, {"layout", layout}, {"causal", true}, {"normalize", !erases},
                  {"eps", 1e-6}, {"add_eps", false}});
   Arguments first = inputs;

@@ -29,7 +29,7 @@ class Case:
     k: Tensor
     v: Tensor
     feature_map: int = 1
-    unit: float = 0.0
+    query_factor: float = 0.0
     log_decay: Tensor | None = None
     write: Tensor | None = None
     erase: Tensor | None = None
@@ -94,11 +94,11 @@ def by_equation(case: Case) -> tuple[Tensor, LinearAttentionState, Sizes]:
     if case.positions is not None:
         position = position + case.positions[:, 0]
     names = ("q", "k", "v", "log_decay", "angle_steps", "write", "erase", "key_mask", "cu_seqlens")
-    equation = Equation()
+    equation, factor = Equation(), case.query_factor
     out, state = equation(
         **{name: narrow(getattr(case, name), torch.float64) for name in names},
         state=LinearAttentionState(kv.double(), z.double(), position, "", case.angle), rotary=rotary,
-        feature_map=UnitMap(d, name, case.unit) if case.unit else name, normalize=case.normalize, eps=case.eps,
+        feature_map=UnitMap(d, name, factor) if factor else name, normalize=case.normalize, eps=case.eps,
     )  # fmt: skip
     return out, state, equation.sizes
 

@@ -10,7 +10,7 @@ import ctypes, resource, sys, torch
 torch.set_num_threads(int(sys.argv[1]))
 from linrope.backends import library
 tokens = [torch.ones(8, 40, 8, 256) for _ in range(3)]
-numbers = dict(feature_map=1, unit=0.0, layout=0, eps=1e-6)
+numbers = dict(feature_map=1, query_factor=0.0, layout=0, eps=1e-6)
 flags = dict(causal=True, normalize=True, add_eps=False, want_state=False, save=False, save_z=False)
 call = lambda x: library.run("forward", **dict(zip("qkv", x)), **numbers, **flags)
 call([x[..., :8] for x in tokens])  # starts the threads

@@ -55,8 +55,15 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "normalizer": {"normalize": True, "norm": None},
     "silu map": {"feature_map": 5},
-    "unit": {"unit": 0.5, "feature_map": 5},
-    "unit, erase": {"unit": 2.0, "feature_map": 0, "factor": ERASED, "largest": 2.0, "d": 7, "pairs": 2},
+    "unit": {"query_factor": 0.5, "feature_map": 5},
+    "unit, erase": {
+        "query_factor": 2.0,
+        "feature_map": 0,
+        "factor": ERASED,
+        "largest": 2.0,
+        "d": 7,
+        "pairs": 2,
+    },
     "norm over heads": {"over_heads": True, "norm": "heads"},
     "norm and skip before": {"skip_first": True},
     "gate before": {"gate_first": True},
@@ -80,7 +87,7 @@ def make(
         "kv": normal(b, g, d, e), "z": torch.rand(b, g, d, generator=generator, dtype=torch.float64) + 0.5,
         "positions": torch.arange(100, 100 + b),
         "theta": torch.randint(-(2**62), 2**62, (1, 1, pairs), generator=generator), "layout": 1,
-        "feature_map": 1, "unit": 0.0, "normalize": False, "eps": 1e-6, "norm": normal(e), "norm_eps": 1e-6,
+        "feature_map": 1, "query_factor": 0.0, "normalize": False, "eps": 1e-6, "norm": normal(e), "norm_eps": 1e-6,
         "over_heads": False, "gate_first": False, "skip": normal(out_heads), "skip_first": False,
     }  # fmt: skip
     if changes.get("factor") == OWN:
@@ -161,7 +168,7 @@ def reference(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | Non
     numbers = {"log_decay": log_decay, "write": w, "erase": erased, "positions": a.positions}
     token = {name: None if x is None else x[:, None] for name, x in numbers.items()}
     case = Case(
-        q[:, None], k[:, None], v[:, None], a.feature_map, a.unit, **token, theta=a.theta, kv=a.kv, z=a.z,
+        q[:, None], k[:, None], v[:, None], a.feature_map, a.query_factor, **token, theta=a.theta, kv=a.kv, z=a.z,
         layout=a.layout, normalize=a.normalize, eps=a.eps,
     )  # fmt: skip
     out, state, _ = by_equation(case)
@@ -324,8 +331,8 @@ WRONG = {
     "theta: got 7 pairs": {"theta": torch.zeros(1, 1, 7, dtype=torch.int64)},
     "layout: got 0": {"layout": 0},
     "feature_map: got 6": {"feature_map": 6},
-    "unit: got -1, expected 0 or": {"unit": -1.0},
-    "unit: got inf": {"unit": math.inf},
+    "query_factor: got -1, expected 0 or": {"query_factor": -1.0},
+    "query_factor: got inf": {"query_factor": math.inf},
     "eps: got": {"normalize": True, "eps": 0.0},
     r"weight: got shape \(19,\)": {"norm": torch.zeros(19)},
     r"weight: got shape \(2, 20\)": {"norm": torch.zeros(2, 20)},

@@ -261,9 +261,9 @@ def test_errors_name_the_argument_what_came_and_what_was_expected(native):
         "kv, z: got one": {"z": None},
         "cu_seqlens: got a batch": {"cu_seqlens": torch.tensor([0, 70])},
         "eps: got": {"eps": -1.0},
-        "unit: got -1": {"unit": -1.0},
-        "unit: got inf": {"unit": torch.inf},
-        "unit: got nan": {"unit": torch.nan},
+        "query_factor: got -1": {"query_factor": -1.0},
+        "query_factor: got inf": {"query_factor": torch.inf},
+        "query_factor: got nan": {"query_factor": torch.nan},
     }
     for message, change in wrong.items():
         with pytest.raises(error_of(message), match=message):
