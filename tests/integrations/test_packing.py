@@ -252,7 +252,9 @@ def test_a_compiled_model_takes_positions_without_a_break_and_checks_them(family
 @pytest.mark.parametrize("family", [name for name in ("qwen3_5", "kimi_linear") if name in CONFIGURATIONS])
 def test_fla_is_not_given_sequences_that_it_would_mix(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        refusals, "tensors", lambda x, package="": f"{package} is installed" if package == "fla" else None
+        refusals,
+        "tensors",
+        lambda x, package="": refusals.OtherKernels(package) if package == "fla" else None,
     )
     with (
         linrope_transformers.enable(family),

@@ -192,6 +192,16 @@ def test_what_it_cannot_export_raises_the_reason(make, options, error, expected,
     assert getattr(model.blocks[0].attention, "backend", "auto") == "auto"
 
 
+def test_a_path_that_cannot_be_written_raises_before_the_export(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.onnx, "export", None)
+    for path in (tmp_path, tmp_path / "none" / "model.onnx"):
+        with pytest.raises(OSError, match=f"{path}: got a folder|{path.parent}: no such folder"):
+            export_onnx(make_model(), path)
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(PermissionError, match="may not be written"):
+        export_onnx(make_model(), tmp_path / "model.onnx")
+
+
 def test_a_missing_package_and_an_old_onnxruntime_are_named(tmp_path, monkeypatch) -> None:
     model, path = make_model(), tmp_path / "model.onnx"
     monkeypatch.setattr(onnxruntime, "__version__", "1.28.0")
