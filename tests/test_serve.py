@@ -23,7 +23,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra
 pytest.importorskip("starlette", reason="Starlette is not installed (extra serve)")
 
 from linrope.decode import Engine  # noqa: E402
-from linrope.models import LanguageModel, LanguageModelConfig, generate  # noqa: E402
+from linrope.models import LanguageModel, generate  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="examples run on the CPU")
 
@@ -95,16 +95,6 @@ def server(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> It
         yield running
 
 
-def test_a_model_with_the_delta_rule_is_served_as_it_generates_alone() -> None:
-    torch.manual_seed(0)
-    config = LanguageModelConfig(embed_dim=32, num_layers=2, num_heads=2, erase_gate="independent")
-    model = LanguageModel(config)
-    with Running(model, slots=2, queue=0) as running:
-        assert running.engine.serving.prepared is not None
-        expected = alone(model, VERSE[:50], 20).decode(errors="replace")
-        assert running.complete(VERSE[:50], max_tokens=20, temperature=0) == expected
-
-
 def alone(model: LanguageModel, prompt: str | bytes, count: int) -> bytes:
     """The bytes that the model generates from the prompt by itself."""
     tokens = torch.tensor([[*(prompt.encode() if isinstance(prompt, str) else prompt)]])
@@ -136,9 +126,7 @@ def test_32_clients_at_once_each_get_what_the_model_generates_alone(model, serve
     assert server.free() == 16
 
 
-@pytest.mark.parametrize(
-    "stops", [["en"], ["Nagel –"], ["🐎"], ["–", " –", "l –"], ["el x", "l – e"], ["absent"]]
-)
+@pytest.mark.parametrize("stops", [["🐎"], ["el x", "l – e"], ["absent"]])
 def test_the_text_ends_before_a_stop_sequence(stops: list[str], model, server) -> None:
     whole = alone(model, "Für ", 60).decode(errors="replace")
     ends = [(whole.find(stop) + len(stop), -len(stop)) for stop in stops if stop in whole]
@@ -281,37 +269,13 @@ def test_clients_that_leave_while_a_prompt_is_read_and_a_text_streams_change_no_
     wait_until(lambda: server.free() == 16)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_at_which_the_model_raises_ends_no_other_request(stream: bool) -> None:
-    torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(embed_dim=32, num_layers=1, num_heads=2, attention="softmax"))
-
-    def check(_: Any, inputs: tuple[Any, ...]) -> None:
-        if inputs[0].shape[1] > 1 and (inputs[0] == 7).any():
-            raise RuntimeError("out of order")
-
-    expected = alone(model, "Für", 90).decode(errors="replace")
-    model.embed.register_forward_pre_hook(check)
-    with Running(model, slots=2, queue=0) as running:
-        other = running.whole("Für", max_tokens=90, temperature=0, stream=True)
-        text = next(other).choices[0].text
-        with pytest.raises(openai.APIError, match=r"ended the request with RuntimeError\('out of order'\)"):
-            list(running.whole([7, 7], stream=stream))
-        assert text + "".join(x.choices[0].text for x in other) == expected
-        wait_until(lambda: running.free() == 2)
-
-
-def test_a_request_past_a_model_s_positions_gets_400() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2, n_positions=48)
-    with Running(transformers.GPT2LMHeadModel(config), slots=2, queue=0) as running:
-        message = "prompt: got 45 tokens, expected at most 39 with max_tokens=9"
-        with pytest.raises(openai.BadRequestError, match=message) as caught:
-            running.complete("x" * 45, max_tokens=9)
-        assert caught.value.code == "context_length_exceeded"
-        assert running.whole("x" * 39, max_tokens=9).usage.completion_tokens == 9
-        assert running.free() == 2
+def test_a_request_past_a_model_s_positions_gets_400(server, monkeypatch) -> None:
+    monkeypatch.setattr(server.engine, "longest", 48)
+    message = "prompt: got 45 tokens, expected at most 39 with max_tokens=9"
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        server.complete("x" * 45, max_tokens=9)
+    assert caught.value.code == "context_length_exceeded"
+    assert server.whole("x" * 39, max_tokens=9).usage.completion_tokens == 9
 
 
 def test_a_full_queue_refuses_with_429_until_there_is_room(model, monkeypatch) -> None:
@@ -331,24 +295,10 @@ def test_a_full_queue_refuses_with_429_until_there_is_room(model, monkeypatch) -
         assert running.complete("Für", max_tokens=1)
 
 
-def test_two_requests_of_one_session_at_once_are_refused(server, monkeypatch) -> None:
-    step, go_on = server.engine.step, threading.Event()
-    monkeypatch.setattr(server.engine, "step", lambda: (go_on.wait(PATIENCE), step())[1])
-    connection = raw(server, {"prompt": "Für", "session": "one", "max_tokens": 1})
-    wait_until(lambda: len(server.engine.waiting) == 1)
-    with pytest.raises(openai.ConflictError, match="session: 'one' is in use"):
-        server.complete("x", session="one")
-    go_on.set()
-    assert connection.recv(12) == b"HTTP/1.1 200"
-    connection.close()
-    assert server.complete("", session="one", max_tokens=1)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_session_is_in_use_until_it_is_saved_even_if_the_client_leaves(stream, server, monkeypatch) -> None:
+def test_a_session_is_in_use_until_it_is_saved_even_if_the_client_leaves(server, monkeypatch) -> None:
     save, saving, go_on = server.engine.save, threading.Event(), threading.Event()
     monkeypatch.setattr(server.engine, "save", lambda x: (saving.set(), go_on.wait(PATIENCE), save(x))[2])
-    connection = raw(server, {"prompt": "F", "session": "left", "max_tokens": 1, "stream": stream})
+    connection = raw(server, {"prompt": "F", "session": "left", "max_tokens": 1})
     assert saving.wait(PATIENCE)
     connection.close()
     with pytest.raises(openai.ConflictError, match="session: 'left' is in use"):
@@ -373,15 +323,11 @@ def test_a_session_that_cannot_be_saved_is_reported_and_stays_as_it_was(stream, 
 
 WRONG = {
     "temperature: got 2.5, expected a number from 0 to 2": {"temperature": 2.5},
-    "temperature: got nan": {"temperature": float("nan")},
     "temperature: got True": {"temperature": True},
     "top_p: got -0.1, expected a number from 0 to 1": {"top_p": -0.1},
-    "top_p: got '1'": {"top_p": "1"},
     "max_tokens: got 0, expected an integer from 1 to 4096": {"max_tokens": 0},
-    "max_tokens: got 1.5, expected an integer": {"max_tokens": 1.5},
     "seed: got 'x', expected an integer": {"seed": "x"},
     "stop: got 5, expected at most 4 texts": {"stop": 5},
-    r"stop: got \[''\]": {"stop": [""]},
     "stop: got 101 bytes, expected at most 100": {"stop": "x" * 101},
     r"stop: got \['a', 'a', 'a', 'a', 'a'\]": {"stop": ["a"] * 5},
     "stream: got 'yes', expected true or false": {"stream": "yes"},
@@ -390,15 +336,11 @@ WRONG = {
     "arguments: got 'top_k', expected some of": {"top_k": 5},
     r"prompt: got None, expected text": {"prompt": None},
     r"prompt: got \[256\], expected text, or its tokens as a list of integers 0 .. 255": {"prompt": [256]},
-    r"prompt: got \['a', 'b'\]": {"prompt": ["a", "b"]},
     r"prompt: got '\\ud800'": {"prompt": "\ud800"},
     "prompt: got '', expected at least 1 token": {"prompt": ""},
     "prompt: got 70000 tokens, expected at most 65536": {"prompt": "x" * 70_000},
     r"session: got '\.\./a', expected 1 to 64 of the characters": {"session": "../a"},
-    "session: got 'a/b'": {"session": "a/b"},
     r"session: got 'a\\n'": {"session": "a\n"},
-    "session: got ''": {"session": ""},
-    "session: got 7": {"session": 7},
     "prefix: got 7, expected text": {"prefix": 7},
     "prefix: got 'a', expected none with a session": {"prefix": "a", "session": "a"},
     "prompt: got 70003 tokens, expected at most 65536": {"prefix": "x" * 70_000, "prompt": "abc"},
@@ -421,7 +363,6 @@ def test_wrong_values_get_400_with_what_was_expected(message: str, server) -> No
     ("data", "status", "message"),
     [
         (b"{", 400, "body: expected JSON"),
-        (b"", 400, "body: expected JSON"),
         (b"\xff\xfe", 400, "body: expected JSON"),
         (b"[" * 100_000, 400, "body: expected JSON"),
         (b"[1]", 400, "body: got [1], expected a JSON object"),
@@ -495,9 +436,7 @@ def test_a_step_that_fails_is_reported_and_the_server_goes_on(server, monkeypatc
     assert server.free() == 16
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "low"), [("slots", 0, 1), ("queue", -1, 0), ("budget", -5, 32), ("prefix-bytes", -1, 0)]
-)
+@pytest.mark.parametrize(("name", "value", "low"), [("slots", 0, 1), ("prefix-bytes", -1, 0)])
 def test_options_that_cannot_serve_are_refused(name, value, low, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["serve.py", f"--{name}", str(value), "no-such-folder"])
     with pytest.raises(SystemExit):

@@ -21,9 +21,9 @@ def check_at_least(**least: tuple[int, int]) -> None:
             raise ValueError(f"{option_of(name)}={value}: expected at least {smallest}")
 
 
-def check_rate(**rates: float) -> None:
-    """Raises ValueError for a learning rate that is not positive and finite."""
-    for name, value in rates.items():
+def check_positive(**numbers: float) -> None:
+    """Raises ValueError for a number that is not positive and finite."""
+    for name, value in numbers.items():
         if not 0 < value < math.inf:
             raise ValueError(f"{option_of(name)}={value}: expected a positive finite number")
 

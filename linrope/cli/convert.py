@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from linrope.cli.checks import check_at_least, check_feature_map, check_folder, check_rate
+from linrope.cli.checks import check_at_least, check_feature_map, check_folder, check_positive
 from linrope.cli.console import console
 from linrope.cli.devices import pick_device
 from linrope.cli.layer_flags import FLAGS, check_flags, chosen_options, layer_flags
@@ -76,7 +76,7 @@ def convert(
         rank=(rank, 1),
         sequence_length=(sequence_length, 2),
     )
-    check_rate(match_learning_rate=match_learning_rate, finetune_learning_rate=finetune_learning_rate)
+    check_positive(match_learning_rate=match_learning_rate, finetune_learning_rate=finetune_learning_rate)
     check_flags(flags)
     check_folder(out)
     if out.exists() and any(out.iterdir()):

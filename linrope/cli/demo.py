@@ -1,12 +1,11 @@
 """The options of ``linrope demo``; demonstration.py does the work."""
 
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from linrope.cli.checks import check_folder
+from linrope.cli.checks import check_folder, check_positive
 
 PROMPT = "def main("
 
@@ -19,8 +18,7 @@ def demo(
 
     For comparison, a softmax model with as many parameters is trained for the same time.
     """
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"--seconds={seconds}: expected a positive finite number")
+    check_positive(seconds=seconds)
     check_folder(out)
     from linrope.cli.demonstration import demonstrate
 

@@ -128,6 +128,7 @@ def export_onnx(
         TypeError: the model is of another class.
         ValueError: operators or tokens_per_call has another value, the model has softmax attention, or operators is not
             "portable" and the feature map has a log_scale, whose running maximum is quadratic in ONNX.
+        OSError: path cannot be written.
         RuntimeError: the operators cannot express the model; with check, onnxruntime is too old or computes other
             logits than the model.
 
@@ -138,8 +139,7 @@ def export_onnx(
     """
     check_name("operators", operators, tuple(OPERATORS))
     check_sizes(tokens_per_call=tokens_per_call)
-    if not (folder := Path(path).parent).is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder")
+    _check_writable(Path(path))
     backend, oldest = OPERATORS[operators]
     for package in ("onnx", "onnxscript"):
         need(package, "linrope[export]")
@@ -179,6 +179,16 @@ def export_onnx(
     if check:
         _compare(module, path, tokens_per_call or 70)
     return module
+
+
+def _check_writable(path: Path) -> None:
+    """Raises OSError for a path that cannot be written, before the export, which takes seconds."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent}: no such folder")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: got a folder, expected the name of a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{path}: may not be written")
 
 
 @contextmanager

@@ -3,10 +3,14 @@
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
+import typer
 
 from linrope.cli.app import run as run_command
+from linrope.models import LanguageModel, LanguageModelConfig
 from tests.cli.commands import SMALL
 
 Run = Callable[..., str]
@@ -45,3 +49,26 @@ def refused(run: Run) -> Run:
         return message
 
     return refused
+
+
+@pytest.fixture
+def only_the_model(monkeypatch, text) -> list[LanguageModelConfig]:
+    """Commands end when the model has been made, on the meta device. The list holds the models' configs."""
+    made = []
+
+    def meta(config: LanguageModelConfig) -> LanguageModel:
+        made.append(config)
+        with torch.device("meta"):
+            return LanguageModel(config)
+
+    end = Mock(side_effect=typer.Exit(0))
+    monkeypatch.setattr("linrope.cli.run.accelerator_on", Mock())
+    monkeypatch.setattr("linrope.cli.run.LanguageModel", meta)
+    monkeypatch.setattr("linrope.cli.run.Corpus", Mock(load_source=Mock(return_value=Mock(vocab_size=256))))
+    monkeypatch.setattr("linrope.cli.run.Trainer", end)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes))
+    monkeypatch.setattr("linrope.cli.pretrained.load_pretrained", lambda folder: llama)
+    monkeypatch.setattr("linrope.models.training.Corpus", Mock(load=end))
+    return made

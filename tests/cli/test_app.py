@@ -1,29 +1,24 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import typer
 
 import linrope
 from linrope.cli import main
 from linrope.cli.app import _in_words_of_the_command
+from linrope.cli.bench import ABSENT, bench_of
 from linrope.cli.training import Log
 from linrope.layer.options import DECAYS
 from linrope.models.language_model_config import ATTENTION
 from tests.cli.commands import last_config, metrics, tiny_model, word_tokenizer
 
 COMMANDS = ("train", "generate", "eval", "plot", "bench", "convert", "env", "check", "demo")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_what_each_command_does(command: str, run) -> None:
-    assert "Usage: " in run(f"{command} --help")
 
 
 def test_without_a_command_the_help_is_printed_as_it_is(run) -> None:
@@ -41,20 +36,18 @@ def test_the_help_lists_all_names_that_an_option_takes(run) -> None:
 
 
 def test_bench_of_a_wheel_says_where_the_benchmarks_are(tmp_path) -> None:
-    installed = Path(linrope.__file__).parent
-    shutil.copytree(installed, tmp_path / "linrope", ignore=shutil.ignore_patterns("__pycache__", "lib"))
-    command = [sys.executable, "-m", "linrope", "bench", "--threads", "1", "--compare", "a", "b"]
-    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith(
-        "linrope: bench: the benchmarks are not in the wheel; expected linrope installed"
-    )
+    app = typer.Typer()
+    app.command(context_settings=ABSENT)(bench_of(tmp_path))  # an installed wheel has no benchmarks beside it
+    with pytest.raises(
+        ValueError, match="bench: the benchmarks are not in the wheel; expected linrope installed"
+    ):
+        app(["--threads", "1", "--compare", "a", "b"], standalone_mode=False)
 
 
 def test_h_is_help_and_types_have_no_names_of_python(run) -> None:
     for command in COMMANDS:
         text = run(f"{command} -h")
+        assert "Usage: " in text
         assert text == run(f"{command} --help")
         assert not re.search(r"<|list\[|\bPath\b", text.partition("Options:")[2])
     assert "--checkpoint FOLDER  " in run("eval -h")
@@ -69,7 +62,7 @@ def imported(*arguments: str) -> str:
 @pytest.mark.parametrize(
     "line",
     [
-        "", "dance", "train --stepz 1", "generate", "bench --help",
+        "train --stepz 1", "bench --help",
         *(pytest.param(x, marks=pytest.mark.long) for x in (f"{name} --help" for name in COMMANDS if name != "bench")),
     ],
 )  # fmt: skip
@@ -80,7 +73,6 @@ def test_help_and_wrong_lines_do_not_wait_for_pytorch(line: str) -> None:
 
 
 def test_a_command_s_process_has_the_public_names_too() -> None:
-    assert re.search(r"\| +torch$", imported("env"), re.MULTILINE)
     code = """import sys
 sys.argv = ["linrope"]
 import linrope
@@ -162,28 +154,21 @@ WRONG = {
     "eval --checkpoint {tmp}": "expected a folder with checkpoints",
     "eval --checkpoint {text}": "--checkpoint={text}: {text} is a file, expected a folder",
     "eval --checkpoint {tmp} --sequences 0": "--sequences=0",
-    "eval --checkpoint {tmp} --length 0": "--length=0: expected at least 1",
     "eval --checkpoint {tmp} --out {text}": "text.txt is a file, expected a folder",
     "generate": "--checkpoint",
     "generate --checkpoint {tmp}": "expected a folder with checkpoints",
     "train absent.txt": "absent.txt: no such file or folder",
-    "train --steps many": "--steps",
     "train --stepz 1": "--stepz",
     "train {text} --steps 0": "--steps=0: expected at least 1",
     "train {text} --save-every 0": "--save-every=0: expected at least 1",
-    "train {text} --layers 0": "--layers=0: expected at least 1",
     "train {text} --heads 5": "--embed-dim=128: expected a multiple of --heads=5",
     "train {text} --embed-dim 24": "--embed-dim=24, --heads=8: heads of 3, expected an even size",
     f"train {{text}} --embed-dim {2**30}": "not enough memory",
     "train {text} --feature-map performer": "did you mean 'favor+'",
-    "train {text} --feature-map elu+": "did you mean 'elu+1'",
     "train {text} --feature-map silu": "--feature-map=silu: its features have both signs, expected one of elu+1, ",
     "train {text} --erase-gate tied --feature-map elu+1": "--feature-map=elu+1: expected unit with --erase-gate",
-    "train {text} --erase-gate tied --feature-map silu": "--feature-map=silu: expected unit with --erase-gate",
     "train {text} --feature-map relu --attention softmax": "--feature-map: softmax attention has no feature map",
     "train {text} --rotary both": "expected one of interleaved, half, selective, none\n",
-    "train {text} --rotary both --attention softmax": "--rotary='both'",
-    "train {text} --rotary selective --attention softmax": "--rotary=selective: softmax attention has no selective",
     "train {text} --attention square": "--attention='square'",
     "train {text} --decay sprad": "expected one of spread, learned, retnet, none; did you mean 'spread'?\n",
     "train {text} --forget-gate --attention softmax": "--forget-gate: softmax attention has no forget gate; leave",
@@ -191,7 +176,6 @@ WRONG = {
     "train {text} --pieces 2 --attention softmax": "--pieces=2",
     "train {text} --gradients-through-pieces": "--gradients-through-pieces has no effect with --pieces=1",
     "train {text} --sequence-parallel 2 {small}": "--sequence-parallel=2, --tensor-parallel=1: expected",
-    "train {text} --short-conv 1": "--short-conv=1:",
     "train {text} --short-conv -4": "--short-conv=-4: expected the number of taps, 2 .. 65536",
     f"train {{text}} --short-conv {HUGE}": "--short-conv=1000",
     f"train {{text}} --seed {HUGE}": "--seed=1000",

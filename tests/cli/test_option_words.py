@@ -2,17 +2,13 @@
 
 import re
 from itertools import combinations
-from unittest.mock import Mock
 
 import pytest
-import torch
-import typer
 
 from linrope import feature_maps
 from linrope.cli.app import _command, run
 from linrope.cli.layer_flags import FLAGS
 from linrope.cli.option_words import in_option_words
-from linrope.models import LanguageModel
 from tests.cli.commands import SMALL
 
 COMMANDS = ("train", "convert")
@@ -43,26 +39,6 @@ def choices(command: str) -> list[str]:
             )
             chosen += [f"{options[0]} {value}" for value in values]
     return chosen
-
-
-@pytest.fixture
-def only_the_model(monkeypatch, tmp_path, text) -> None:
-    """Commands end when the model has been made, on the meta device."""
-
-    def meta(config) -> LanguageModel:
-        with torch.device("meta"):
-            return LanguageModel(config)
-
-    end = Mock(side_effect=typer.Exit(0))
-    monkeypatch.setattr("linrope.cli.run.accelerator_on", Mock())
-    monkeypatch.setattr("linrope.cli.run.LanguageModel", meta)
-    monkeypatch.setattr("linrope.cli.run.Corpus", Mock(load_source=Mock(return_value=Mock(vocab_size=256))))
-    monkeypatch.setattr("linrope.cli.run.Trainer", end)
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes))
-    monkeypatch.setattr("linrope.cli.pretrained.load_pretrained", lambda folder: llama)
-    monkeypatch.setattr("linrope.models.training.Corpus", Mock(load=end))
 
 
 def line(command: str, options: tuple[str, ...], folder: str) -> list[str]:

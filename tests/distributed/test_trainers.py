@@ -99,14 +99,15 @@ def compare(folder: Path, rows: int, trainer: type[Trainer] = Trainer, **shared:
 
 
 WAYS: dict[str, Callable[[int], tuple[int, dict[str, int]]]] = {  # for n processes: rows of each, and options
-    "rows": lambda n: (ROWS // n, {}),
     "heads": lambda n: (ROWS, {"tp_size": n}),
     "weights": lambda n: (ROWS // n, {"fsdp_size": n}),
     "heads and weights": lambda n: (2 * ROWS // n, {"tp_size": 2, "fsdp_size": n // 2}),
 }
 
 
-@pytest.mark.parametrize("shared", WAYS)
+@pytest.mark.parametrize(
+    "shared", ["heads", "weights", pytest.param("heads and weights", marks=pytest.mark.long)]
+)
 @on_each_rank
 def test_trainer_has_the_numbers_of_one_process(shared: str, tmp_path) -> None:
     rows, options = WAYS[shared](dist.get_world_size())

@@ -23,7 +23,10 @@ _TYPES = {"cp_context": Any, "initial_state": _State | None, "max_num_seqs": int
 
 
 def _parameters(text: str) -> Iterator[Parameter]:
-    """Those of "q k v | g reverse=False **kwargs": what follows the bar is optional, and None without another value."""
+    """The parameters that a text such as "q k v | g reverse=False **kwargs" lists.
+
+    Those before the bar are required. Those after it are optional; their default is None unless the text gives another.
+    """
     required, _, optional = text.partition("|")
     for name in required.split():
         yield Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor)
@@ -219,7 +222,7 @@ fused_recurrent_gla = _variant(
 def _delta_rule(
     q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor | None, use_qk_l2norm_in_kernel: bool, **options: Any
 ) -> tuple[Tensor, Any]:
-    """The delta rule: each key replaces the share beta of what it reads.
+    """The delta rule: of the value stored under a key, the share beta is replaced by the new value.
 
         h_t = h_(t-1) + beta_t k_t (v_t - h_(t-1)^T k_t)^T      o_t = scale h_t^T q_t
 

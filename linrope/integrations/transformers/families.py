@@ -305,7 +305,7 @@ def _targets(family: str) -> list[_Target]:
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     classes = {name: x for name, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__}
     models = [x for name, x in classes.items() if name.endswith("Model") and _reads_tokens(x)]
-    targets = [_Target(x, "forward", packing.forward_of_model, None) for x in models]
+    targets = [_Target(x, "forward", partial(packing.forward_of_model, family=family), None) for x in models]
     for name, ours in FUNCTIONS[family].items():
         end, _, attribute = name.rpartition(".")
         owners = [x for kind, x in vars(module).items() if kind.endswith(end)] if end else [module]
@@ -379,7 +379,7 @@ def _replacement(original: _Function, ours: _Function, why_not: Callable[..., st
         if reason is None:
             return ours(*arguments, **known)
         packed = options.get("seq_idx") is not None or options.get("cu_seqlens") is not None
-        if packed and not reason.endswith("is installed"):
+        if packed and not isinstance(reason, refusals.OtherKernels):
             # transformers' own function mixes the sequences, or raises an error that knows nothing of linrope.
             raise ValueError(f"packed sequences: {full_name}: {reason}; expected one sequence per row")
         if not torch.compiler.is_compiling():

@@ -22,7 +22,7 @@ _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CARRIED = "linrope's packing"  # a key of the attention_mask by which Mamba2ForCausalLM passes the packing on
 
 
-def forward_of_model(original: Callable[..., Any]) -> Callable[..., Any]:
+def forward_of_model(original: Callable[..., Any], family: str) -> Callable[..., Any]:
     """The ``forward`` of a model without its head: tells all layers about packed sequences."""
     names = list(inspect.signature(original).parameters)[1:]
 
@@ -35,7 +35,7 @@ def forward_of_model(original: Callable[..., Any]) -> Callable[..., Any]:
         starts = _starts(given)
         if starts is None:
             return original(self, *arguments, **options)
-        _check_packed(self, given)
+        _check_packed(self, family, given)
         numbers = starts.cumsum(1)
         given = {name: x for name, x in given.items() if name != "cu_seqlens"}
         given |= {"seq_idx": numbers.int(), "use_cache": False}
@@ -182,7 +182,7 @@ def _positions(position_ids: Tensor | None, starts: Tensor) -> Tensor:
     return text if position_ids is None else torch.cat((text[None], position_ids))
 
 
-def _check_packed(model: Any, given: dict[str, Any]) -> None:
+def _check_packed(model: Any, family: str, given: dict[str, Any]) -> None:
     """Raises ValueError if the model cannot keep packed sequences apart."""
     for name in CACHES:
         if given.get(name) is not None:
@@ -200,18 +200,17 @@ def _check_packed(model: Any, given: dict[str, Any]) -> None:
             "packed sequences: the embeddings per layer (ple_layer_ids) read tokens of the sequence before; expected "
             "one sequence per row"
         )
-    kinds = {kind.__name__ for kind in type(model).__mro__}
-    if "Glm5NextTextModel" in kinds and set(model.config.layer_types) != {"linear_attention"}:
+    if family == "glm5_next" and set(model.config.layer_types) != {"linear_attention"}:
         raise ValueError(
             "packed sequences: GLM's layers of indexed attention mix them; expected one sequence per row"
         )
-    if "InklingTextModel" in kinds:
+    if family == "inkling":
         raise ValueError(
             "packed sequences: Inkling does not tell its convolutions about them; expected one sequence per row"
         )
     # Granite's softmax layers read no position_ids.
     layers = set(getattr(model.config, "layers_block_type", ("attention",)))
-    if "GraniteMoeHybridModel" in kinds and layers & {"attention", "full_attention"}:
+    if family == "granitemoehybrid" and layers & {"attention", "full_attention"}:
         flash = "flash" in softmax_implementation(model.config)
         if not flash or any(given.get(x) is None for x in _FLASH):
             raise ValueError(

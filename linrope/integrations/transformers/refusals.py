@@ -14,6 +14,10 @@ from linrope.integrations.transformers.shared import ACTIVATIONS, SILU
 from linrope.ops.convolution import MAX_TAPS
 
 
+class OtherKernels(str):
+    """The reason why a package with kernels of its own computes a call: it keeps packed sequences apart too."""
+
+
 def tensors(x: Tensor, package: str = "") -> str | None:
     """The reason why linrope does not compute with tensors like x.
 
@@ -26,7 +30,7 @@ def tensors(x: Tensor, package: str = "") -> str | None:
     if x.device.type != "cuda":
         return f"tensors on {x.device}"
     if package and is_installed(package):
-        return f"{package} is installed"
+        return OtherKernels(f"{package} is installed")
     triton = backends.available("triton")
     return triton if isinstance(triton, str) else None
 
@@ -86,7 +90,7 @@ def delta_rule(
     if not use_qk_l2norm_in_kernel:
         return "queries and keys that are not normalized"
     reason = tensors(query, "fla") or _too_wide(query, value.shape[-1], key.shape[-1])
-    if reason == "fla is installed" and seq_idx is not None and cu_seqlens is None:
+    if isinstance(reason, OtherKernels) and seq_idx is not None and cu_seqlens is None:
         return "fla takes cu_seqlens and ignores seq_idx"
     return reason
 

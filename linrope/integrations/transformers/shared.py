@@ -65,8 +65,7 @@ def attend(
     rows = v.shape[:2]
     state = None
     before = before.mT if swapped and before is not None else before
-    if recording_layer() is not None:
-        _record(before, k, v, gates, swapped, feature_map)
+    _record(before, k, v, gates, swapped, feature_map)
     if before is not None:
         wide = torch.promote_types(v.dtype, torch.float32)
         state = state_before(before, wide, requires_gradients(q, k, v, *gates), feature_map)
@@ -125,8 +124,7 @@ def attend_in_place(
     cached: (b, h, s, p), or (b, h, p, s) if swapped.
     """
     kv = cached.mT if swapped else cached
-    if recording_layer() is not None:
-        _record(kv, k, v, gates, swapped, feature_map)
+    _record(kv, k, v, gates, swapped, feature_map)
     compiling = torch.compiler.is_compiling()
     gradients = requires_gradients(cached, q, k, v, *gates)
     if gradients:

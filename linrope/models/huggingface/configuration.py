@@ -160,6 +160,16 @@ class LinRopeConfig(PreTrainedConfig):
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Does nothing: a saved folder names linrope's classes and gets no copy of their code."""
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "LinRopeConfig":
+        """Options take the place of those of config_dict, and all are checked together.
+
+        transformers' own sets them unchecked, and ignores those that a config has only if they were chosen.
+        """
+        options = {name: kwargs.pop(name) for name in kwargs.keys() & _known_options()}
+        _check_unknown(kwargs)
+        return super().from_dict(config_dict | options, **kwargs)
+
     def __post_init__(self, **kwargs: Any) -> None:
         _check_types(self)
         try:
@@ -242,12 +252,15 @@ def _check_types(config: LinRopeConfig) -> None:
             raise ValueError(f"{name}={value!r}: expected {getattr(kind, '__name__', kind)}")
 
 
+def _known_options() -> set[str]:
+    return {*LinRopeConfig.__annotations__, *CHOICES, "full_attention_interval"}
+
+
 def _check_unknown(options: dict[str, Any]) -> None:
     """Rejects misspelt options, and options of the layer that configs lack.
 
     transformers keeps unknown ones, because tools add options of their own to configs.
     """
-    known = [*LinRopeConfig.__annotations__, *CHOICES, "full_attention_interval"]
     for name in options.keys() - set(CHOICES):
         if options[name] != (only := _LLAMAS.get(name, options[name])):
             raise ValueError(f"{name}={options[name]!r}: expected {only!r}, or no such option")
@@ -256,7 +269,7 @@ def _check_unknown(options: dict[str, Any]) -> None:
                 f"config: got {name!r}, an option of LinearRoPEAttention that LinRopeConfig lacks"
             )
         names = _OTHER_NAMES | _FOREIGN_NAMES
-        near = [names[name]] if name in names else get_close_matches(name, known, 1, 0.85)
+        near = [names[name]] if name in names else get_close_matches(name, _known_options(), 1, 0.85)
         if near and name not in PreTrainedConfig.__annotations__ and not hasattr(PreTrainedConfig, name):
             raise ValueError(f"config: got the unknown option {name!r}; did you mean {near[0]!r}?")
 

@@ -27,24 +27,8 @@ from linrope.models.training.optional import need
 FAMILIES = ("llama", "mistral", "qwen2")  # model types that differ from Llama only in their biases
 FINETUNING = ("lora", "full")
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-_SAME = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rope_parameters",
-    "rms_norm_eps",
-    "initializer_range",
-    "tie_word_embeddings",
-    "use_cache",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-)
+_OWN = ("selective_rope", "layer_types", "plain_full_attention", "is_causal", "attention_bias")
+_SAME = [name for name in LinRopeConfig.__annotations__ if name not in _OWN]  # Llama's configs have these too
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,21 @@ def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
         config(**options)
 
 
+@pytest.mark.parametrize("load", [LinRopeConfig, AutoConfig], ids=lambda kind: kind.__name__)
+def test_options_beside_a_folder_take_the_place_of_its_own_and_are_checked(load, tmp_path) -> None:
+    config().save_pretrained(tmp_path)
+    given = {"decay": "retnet", "vocab_size": 9, "num_labels": 3}
+    loaded = load.from_pretrained(tmp_path, **given)
+    assert {name: getattr(loaded, name) for name in given} == given
+    for options, message in (
+        ({"n_layers": 5}, "unknown option 'n_layers'; did you mean 'num_hidden_layers'"),
+        ({"num_hidden_layers": 5}, "layer_types=.*expected num_hidden_layers=5"),
+        ({"decay": "retnett"}, "decay='retnett': expected one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load.from_pretrained(tmp_path, **options)
+
+
 def test_only_the_types_of_layers_in_use_are_checked() -> None:
     assert make_attention(config(rope_parameters=MROPE), "linear_attention").rotary.axes == 3
     assert config(feature_map="silu", layer_types=["full_attention"] * 2).head_dim == 8

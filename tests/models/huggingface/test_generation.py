@@ -14,7 +14,6 @@ from linrope.layer.state import LayerState
 from linrope.models.huggingface import LinRopeCache, LinRopeForCausalLM
 from tests.models.huggingface.tiny import HYBRID, KINDS, causal_lm, filled_cache, tokens
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
 two_kinds = pytest.mark.parametrize("kind", ["hybrid", "gated"])
 
 
@@ -63,7 +62,7 @@ def test_sampling_follows_the_seed_alone(model: LinRopeForCausalLM) -> None:
     assert not torch.equal(runs[0], runs[2])
 
 
-@every_kind
+@two_kinds
 def test_beam_search_reorders_states(kind: str) -> None:
     model, ids = causal_lm(**KINDS[kind]), tokens(2, 6)
     how = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 8}
@@ -130,7 +129,7 @@ def test_a_padded_conversation_goes_on() -> None:
         assert torch.equal(row, expected[0, -4:])
 
 
-@every_kind
+@two_kinds
 def test_inference_mode_and_its_end_may_share_a_cache(kind: str) -> None:
     model, ids = causal_lm(**KINDS[kind]), tokens(1, 6)
     cache = LinRopeCache(model.config)

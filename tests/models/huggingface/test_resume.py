@@ -52,10 +52,7 @@ def test_all_tokens_or_the_new_ones_under_a_whole_mask_go_on(model, cache, how) 
     [
         ("new", None, rf"got None .* expected shape \(1, {SEEN + NEW}\)"),
         ("new", NEW, rf"got shape \(1, {NEW}\) .* expected shape \(1, {SEEN + NEW}\)"),
-        ("new", SEEN, rf"expected shape \(1, {SEEN + NEW}\)"),
-        ("new", SEEN + NEW - 1, rf"expected shape \(1, {SEEN + NEW}\)"),
         ("new", SEEN + NEW + 1, rf"expected shape \(1, {SEEN + NEW}\)"),
-        ("whole", SEEN + NEW - 1, rf"expected .* or \(1, {SEEN + NEW}\) if they are all"),
         ("whole", SEEN + NEW + 1, rf"expected .* or \(1, {SEEN + NEW}\) if they are all"),
         ("seen", None, rf"got None .* expected shape \(1, {2 * SEEN}\)"),
     ],
@@ -91,7 +88,7 @@ def test_a_first_call_needs_a_mask_of_the_inputs_or_none(model: LinRopeForCausal
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", ["hybrid", "decay", "gated"])
+@pytest.mark.parametrize("kind", ["hybrid", "gated"])
 @torch.no_grad()
 def test_rows_go_on_from_a_padded_cache_with_a_whole_mask_or_none(kind: str, side: str) -> None:
     """States count tokens without padding, and full attention keeps its mask: none is needed.
