@@ -114,13 +114,12 @@ def test_twenty_tokens_give_what_the_model_gives(name: str, b: int) -> None:
     assert_same_states(step.states, states)
 
 
-@pytest.mark.parametrize("b", [1, 8])
 @pytest.mark.parametrize(
     "name", ["tied erase up to 2, no decay", "bounded gates per feature", "erase, gates per feature"]
 )
 @torch.no_grad()
-def test_two_thousand_steps_drift_no_further_than_fifty(name: str, b: int) -> None:
-    layer, x = make(**OPTIONS[name]).blocks[0].attention, torch.randn(b, 2007, 32)
+def test_two_thousand_steps_drift_no_further_than_fifty(name: str) -> None:
+    layer, x = make(**OPTIONS[name]).blocks[0].attention, torch.randn(8, 2007, 32)
     expected, last = layer(x, return_state=True)
     _, state = layer(x[:, :7], return_state=True)
     pieces = []
@@ -284,19 +283,10 @@ CHANGES: dict[str, tuple[Callable[[LanguageModel], object], str]] = {
     ),
     "forward": (lambda model: vars(model.blocks[0]).update(forward=print), "another kind, Block"),
     "hook": (lambda model: model.norm.register_forward_hook(print), "a hook on RMSNorm"),
-    "hook on a map": (
-        lambda model: model.blocks[0].attention.feature_map.register_forward_hook(print),
-        "a hook on ElementwiseMap",
-    ),
     "hook on a layer": (
         lambda model: model.blocks[0].attention.register_forward_hook(print),
         "a hook on LinearRoPEAttention",
     ),
-    "hook on a gate": (
-        lambda model: model.blocks[0].attention.forget_gate.register_forward_hook(print),
-        "a hook on ForgetGate",
-    ),
-    "first hook": (lambda model: model.blocks[1].attention.o_proj.register_forward_pre_hook(print), "a hook"),
     "dtype": (lambda model: model.norm.to(torch.bfloat16), "torch.bfloat16 on cpu"),
     "device": (lambda model: model.embed.to("meta"), "on meta"),
     "layout": (lambda model: transpose(model.blocks[0].feed_forward.w1), "not contiguous"),

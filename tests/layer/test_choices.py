@@ -96,7 +96,16 @@ def test_a_bias_of_the_convolution_that_is_no_bool_is_refused() -> None:
         make(short_conv={"bias": 1})
 
 
-@pytest.mark.parametrize("options", [{"forget_gate": True}, {"rotary": "selective"}, {"short_conv": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forget_gate": True},
+        {"rotary": "selective"},
+        {"short_conv": 4},
+        {"erase_gate": "tied", "feature_map": "unit", "normalize": False},
+    ],
+    ids=str,
+)
 def test_a_context_is_refused_by_what_steps_through_one_sequence(options) -> None:
     with pytest.raises(
         ValueError, match=r"^context: got a tensor, expected a layer without .*, for which key t"
