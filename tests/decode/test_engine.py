@@ -306,7 +306,8 @@ def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> Non
     engine = make(model, slots=2)
     two_rows = [state.reorder(torch.tensor([0, 0])) for state in engine.serving.empty]
     others = [tiny(**x)(torch.zeros(1, 0).long())[1] for x in ({"short_conv": None}, {"feature_map": "relu"})]
-    for states in (two_rows, engine.serving.empty * 2, *others, [1, 2], "two"):
+    wide = [state.to(dtype=torch.float64) for state in engine.serving.empty]
+    for states in (two_rows, engine.serving.empty * 2, *others, wide, [1, 2], "two"):
         with pytest.raises((TypeError, ValueError), match=r"states: got .*expected"):
             engine.submit(Generation([1], states=states))
     generation = Generation([1], max_tokens=1)
