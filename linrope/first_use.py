@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.decode import prepare
 from linrope.layer.attention import LinearRoPEAttention
+from linrope.layer.step import LayerStep
 from linrope.operation.plan import forget_plans
 
 _TOLERANCE = 1e-3  # relative to the largest number of a tensor. Rounding errors are a hundred times smaller
@@ -39,7 +39,7 @@ def difference() -> str | None:
 
 
 def _results(dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The results of a small layer: out, state and gradients for 40 tokens, then one decoding step, also prepared."""
+    """The results of a small layer: out, state and gradients for 40 tokens, then one decoding step in two ways."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.device("cpu"),
@@ -68,8 +68,9 @@ def _of_layer(dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
         state = state.detach()
         # With positions the layer takes the operation's step and the kernels around it, not its own step
         results["the next token"] = layer(x[:, 40:], state=state, positions=state.position[:, None])
-        if kernels:
-            results["a prepared step"] = prepare(layer, state)(x[:, 40:].detach())
-        else:
-            results["a prepared step"] = results["the next token"]
+        results["the layer's own step"] = (
+            LayerStep(layer)(x[:, 40:].detach(), [*state.tensors().values()], None)
+            if kernels
+            else results["the next token"]
+        )
     return results

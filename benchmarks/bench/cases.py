@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from benchmarks.bench import checks
 from linrope import LinearAttentionState, LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
 from linrope.common.private_names import softmax_kernel
-from linrope.decode import prepare, prepare_attention, why_not
+from linrope.decode import prepare_attention
 from linrope.decode.attention_step import AttentionStep
-from linrope.decode.layer_step import PreparedLayer
 from linrope.layer.choices import make_decay, make_map
 from linrope.layer.config import LayerConfig
 from linrope.layer.state import LayerState
@@ -231,7 +230,6 @@ class DecodeCase(Case):
         ).eval()
         self.x = torch.randn(self.batch, 1, self.heads * self.dim, **new)
         self.layer_state: LayerState | None = None
-        self.layer_step: PreparedLayer | None = None
         self.cache: tuple[Tensor, Tensor] | None = None
         cos, sin = Rotary(self.dim).cos_sin(self.positions[:1])
         self.cis = torch.complex(cos, sin)
@@ -271,11 +269,6 @@ class DecodeCase(Case):
         with torch.no_grad():
             if self.layer_state is None:
                 _, self.layer_state = self.layer(self.x, positions=self.positions[:, None], return_state=True)
-                if why_not(self.layer, self.layer_state) is None:
-                    self.layer_step = prepare(self.layer, self.layer_state)
-            if self.layer_step is not None:
-                self.layer_step(self.x)
-                return
             _, self.layer_state = self.layer(self.x, state=self.layer_state.donate(), return_state=True)
 
     def softmax_layer(self) -> Tensor:

@@ -10,7 +10,7 @@ from linrope.backends import library, native
 from linrope.common.writable import check_writable
 from linrope.feature_maps import FeatureMap
 from linrope.operation.plan import plan_of
-from linrope.recurrence.call import Call
+from linrope.recurrence.call import INPUTS, Call
 from linrope.recurrence.decay import add_gates, log_decay_of_step, widen_gates
 from linrope.recurrence.identities import WITHOUT_Z
 from linrope.recurrence.state import LinearAttentionState
@@ -32,8 +32,7 @@ class AttentionStep:
             "angle": state.angle,
             "positions": state.position.unsqueeze(1),
         }
-        token = "q", "k", "v", "log_decay", "angle_steps", "write", "erase"
-        self._run = library.Prepared("step", step.shared | memory, token)
+        self._run = library.Prepared("step", step.shared | memory, INPUTS)
         self._written = [x for x in memory.values() if x is not None]
 
     @torch.no_grad()

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, cache_utils
 
 from linrope.decode.with_cache import WithCache
 
 # The layers whose states are read whole: other ones have a window, or choose among the keys.
-_KINDS = {"DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer"}
+_NAMES = "DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer"
+_KINDS = {getattr(cache_utils, name, None) for name in _NAMES}  # None: transformers lacks it
 _FIXED, _GROWING = ("conv_states", "recurrent_states"), ("keys", "values")
 
 
@@ -51,7 +52,7 @@ class CacheRows:
         cache, _ = states
         if type(cache) is not DynamicCache:
             raise ValueError(f"a cache of another kind, {type(cache).__name__}")
-        if others := sorted({type(layer).__name__ for layer in cache.layers} - _KINDS):
+        if others := sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _KINDS}):
             raise ValueError(f"layers of another kind in the cache, {', '.join(others)}")
         if any("longrope" in str(getattr(x, "rope_type", "")) for x in model.modules()):
             raise ValueError("longrope, whose angles depend on the longest sequence of a call")

@@ -110,7 +110,7 @@ class Engine:
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         self.ends = {getattr(tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])}
         self.oldest_reads = False  # the oldest prompt, where only one is read in a step
-        self.budget = budget or self.measured_budget()
+        self.budget = budget or self._measured_budget()
         self.free, self.stopped, self.changed = list(range(slots)), False, threading.Condition()
         self.running: list[Generation] = []
         self.waiting: list[Generation] = []
@@ -136,17 +136,17 @@ class Engine:
         """
         return encode(self.tokenizer, text, special and not isinstance(self.model, DecodableModel))
 
-    def measured_budget(self, seconds: float = 0.015) -> int:
+    def _measured_budget(self, seconds: float = 0.015) -> int:
         """The number of prompt tokens that the model reads in this time: a power of two, 64 to 4096."""
         budget, longest = 64, min(4096, self.longest or 4096)
-        while budget < longest / 2 and min(self.seconds_to_read(2 * budget) for _ in range(3)) <= seconds:
+        while budget < longest / 2 and min(self._seconds_to_read(2 * budget) for _ in range(3)) <= seconds:
             budget *= 2
         return budget
 
-    def seconds_to_read(self, count: int) -> float:
+    def _seconds_to_read(self, count: int) -> float:
         self.serving.join(0, None)
         start = time.perf_counter()
-        self.read([Generation([0] * count, slot=0)], count)[1].cpu()  # which waits for a GPU
+        self._read([Generation([0] * count, slot=0)], count)[1].cpu()  # which waits for a GPU
         seconds = time.perf_counter() - start
         self.serving.leave(0)
         return seconds if self.serving.failed.pop(0, None) is None else float("inf")  # too long for the model
@@ -235,16 +235,16 @@ class Engine:
         """
         with self.changed:
             for generation in [x for x in self.running if x.cancelled]:
-                self.leave(generation)
+                self._leave(generation)
             self.waiting = [x for x in self.waiting if not x.cancelled]
-            self.admit()
+            self._admit()
         steps: list[tuple[list[Generation], Tensor]] = []
         decoding = [x for x in self.running if len(x.unread) == 1]
         reading = [x for x in self.running if len(x.unread) > 1]
         if decoding:
-            steps.append(self.decode(decoding))
+            steps.append(self._decode(decoding))
         if reading:
-            steps.append(self.read(reading, self.budget))
+            steps.append(self._read(reading, self.budget))
         failed = self.serving.failed
         pieces: Pieces = [self.fail(x, failed.pop(x.slot)) for x in [*self.running] if x.slot in failed]
         ready = [x for generations, _ in steps for x in generations]
@@ -257,16 +257,16 @@ class Engine:
             if x.finish_reason:
                 if x.session:
                     x.states = self.serving.states(x.slot)
-                self.leave(x)
+                self._leave(x)
                 pieces.append((x, None))
         return pieces
 
-    def decode(self, generations: list[Generation]) -> tuple[list[Generation], Tensor]:
+    def _decode(self, generations: list[Generation]) -> tuple[list[Generation], Tensor]:
         """Reads one token of each; returns those that the model could read, and the logits of their next tokens."""
         logits = self.serving.decode([x.slot for x in generations], [x.unread for x in generations])
         return [x for x in generations if x.slot not in self.serving.failed], logits
 
-    def read(self, generations: list[Generation], budget: int) -> tuple[list[Generation], Tensor]:
+    def _read(self, generations: list[Generation], budget: int) -> tuple[list[Generation], Tensor]:
         """Reads pieces of prompts: even shares of the budget, but no fewer tokens than ``least_piece``.
 
         The shortest prompts come first, so none of them waits for a long one. The prompt that has waited longest, the
@@ -293,15 +293,15 @@ class Engine:
                     self.prefixes.keep(x, self.serving.states(x.slot))
         return [x for i in ended if (x := generations[i]).slot not in self.serving.failed], logits
 
-    def admit(self) -> None:
+    def _admit(self) -> None:
         """Lets those that wait join, as far as there are slots, but none whose prefix another one is reading."""
         for generation in [*self.waiting]:
             being_read = {x.prefix_key for x in self.running if x.prefix_unread}
             if self.free and generation.prefix_key not in being_read:
                 self.waiting.remove(generation)
-                self.join(generation)
+                self._join(generation)
 
-    def join(self, generation: Generation) -> None:
+    def _join(self, generation: Generation) -> None:
         """Gives a generation a slot, with its states, those after its prefix, or empty ones."""
         generation.slot = self.free.pop()
         self.running.append(generation)
@@ -311,10 +311,10 @@ class Engine:
     def fail(self, generation: Generation, error: Exception) -> tuple[Generation, Exception]:
         """Ends a generation with an error."""
         generation.finish_reason = "error"
-        self.leave(generation)
+        self._leave(generation)
         return generation, error
 
-    def leave(self, generation: Generation) -> None:
+    def _leave(self, generation: Generation) -> None:
         """Frees the slot of a generation."""
         self.running.remove(generation)
         self.free.append(generation.slot)

@@ -1,14 +1,13 @@
 """Prepares a decoding step once for all tokens of a loop, or says why a module's own call must take them."""
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
 
 from linrope.backends import native
 from linrope.common.private_names import watched
-from linrope.decode.layer_step import PreparedLayer
 from linrope.decode.model_step import ModelStep
 from linrope.decode.parts import DecodableModel, ModelParts
 from linrope.layer.attention import LinearRoPEAttention
@@ -17,31 +16,24 @@ from linrope.layer.step import step_of
 from linrope.layer.step_reasons import why_not_calls, why_not_state, why_not_weights
 
 
-@overload
-def prepare(module: LinearRoPEAttention, states: LayerState) -> PreparedLayer: ...
-@overload
-def prepare(module: DecodableModel | ModelParts, states: Sequence[LayerState]) -> ModelStep: ...
-def prepare(
-    module: LinearRoPEAttention | DecodableModel | ModelParts, states: LayerState | Sequence[LayerState]
-) -> PreparedLayer | ModelStep:
-    """Prepares the decoding steps of a layer or a model: a function that takes the next token of each sequence.
+def prepare(model: DecodableModel | ModelParts, states: Sequence[LayerState]) -> ModelStep:
+    """Prepares the decoding steps of a model: a function that takes the next token of each sequence.
 
-        y = layer(x, state=state)                 x (b, 1, embed_dim) -> the same shape
         logits = model(tokens, states)[0]         tokens (b, 1) -> (b, 1, vocab_size)
 
-    The step computes what the module computes, without gradients, with far fewer calls of PyTorch. Module and states
+    The step computes what the model computes, without gradients, with far fewer calls of PyTorch. Model and states
     are checked here, once, and a call checks only its own tokens and slots. It is for float32 on a CPU. Every call
-    overwrites the states given here with the next ones, from which the module too can continue. step(tokens, slots)
+    overwrites the states given here with the next ones, from which the model too can continue. step(tokens, slots)
     with slots (b,) int64 takes the rows of the states at the slots, and leaves the other rows alone. It reads the
-    weights in place: prepare a new step after a weight has been replaced by another tensor.
+    weights in place: prepare a new step after a module has been replaced.
 
     Args:
-        module: a layer; a model such as ``linrope.models.LanguageModel``; or the parts of a model.
-        states: the state after the last token: of a layer, or a list with one per block of a model. Do not donate
-            these objects to other calls while the step is in use.
+        model: one such as ``linrope.models.LanguageModel``, or the parts of a model.
+        states: the states after the last token, one per block. Do not donate these objects to other calls while the
+            step is in use.
 
     Raises:
-        ValueError: ``why_not(module, states)`` has a reason why only the module's own call can take the step.
+        ValueError: ``why_not(model, states)`` has a reason why only the model's own call can take the step.
 
     >>> from linrope.decode import prepare, why_not
     >>> from linrope.models import LanguageModel, LanguageModelConfig
@@ -52,27 +44,21 @@ def prepare(
     ...     step = prepare(model, states)
     ...     torch.testing.assert_close(step(tokens[:, 9:]), model(tokens)[0][:, 9:], rtol=1e-4, atol=1e-5)
     """
-    if (reason := why_not(module, states)) is not None:
+    if (reason := why_not(model, states)) is not None:
         raise ValueError(f"a prepared decoding step is impossible here: {reason}")
-    if isinstance(module, LinearRoPEAttention):
-        assert isinstance(states, LayerState)
-        return PreparedLayer(module, states)
-    assert not isinstance(states, LayerState)
-    return ModelStep(module if isinstance(module, ModelParts) else module.decoding_parts(), states)
+    return ModelStep(model if isinstance(model, ModelParts) else model.decoding_parts(), states)
 
 
-def why_not(module: object, states: Any) -> str | None:
+def why_not(model: object, states: Any) -> str | None:
     """The reason why ``prepare`` refuses these arguments; None: it takes them."""
-    if isinstance(module, LinearRoPEAttention):
-        return _why_not_layer(module, states)
-    if isinstance(module, ModelParts):
-        return _why_not_parts(module, states)
-    if isinstance(module, DecodableModel):
-        parts = module.decoding_parts()
-        model: object = parts.model
-        if model is module:  # not a wrapper that passes this method on, and computes something else
+    if isinstance(model, ModelParts):
+        return _why_not_parts(model, states)
+    if isinstance(model, DecodableModel):
+        parts = model.decoding_parts()
+        whole: object = parts.model
+        if whole is model:  # not a wrapper that passes this method on, and computes something else
             return _why_not_parts(parts, states)
-    return f"a module of another kind, {type(module).__name__}"
+    return f"a module of another kind, {type(model).__name__}"
 
 
 def _why_not_parts(parts: ModelParts, states: Sequence[Any]) -> str | None:

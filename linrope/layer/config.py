@@ -27,8 +27,10 @@ from linrope.layer.options import (
     OutNormOptions,
     ShortConvOptions,
     as_json,
+    decay_options,
     gate_order,
     map_options,
+    options_of,
     rotary_options,
 )
 
@@ -181,11 +183,11 @@ class LayerConfig:
         forms: dict[str, Any] = {
             "feature_map": map_options(self.feature_map),
             "rotary": rotary_options(self.rotary),
-            "decay": DecayOptions.of(self.decay, self.num_state_heads),
-            "forget_gate": ForgetGateOptions.of(self.forget_gate),
-            "erase_gate": EraseGateOptions.of(self.erase_gate),
-            "short_conv": ShortConvOptions.of(self.short_conv),
-            "out_norm": OutNormOptions.of(self.out_norm),
+            "decay": decay_options(self.decay, self.num_state_heads),
+            "forget_gate": options_of(ForgetGateOptions, self.forget_gate),
+            "erase_gate": options_of(EraseGateOptions, self.erase_gate),
+            "short_conv": options_of(ShortConvOptions, self.short_conv),
+            "out_norm": options_of(OutNormOptions, self.out_norm),
             "gate": gate_order(self.gate),
         }
         for name, form in forms.items():
@@ -338,9 +340,9 @@ class LayerConfig:
         if options.get("causal", True):
             conv = ShortConvOptions(taps=4, activation="silu", bias=True, start="uniform")
             options = {"short_conv": conv, "forget_gate": "decay" not in changes} | options
-            gate = ForgetGateOptions.of(options["forget_gate"])
+            gate = options_of(ForgetGateOptions, options["forget_gate"])
             decay = "spread" if gate is None and options["rotary"] is not None else None
-            erase = EraseGateOptions.of(options.get("erase_gate"))
+            erase = options_of(EraseGateOptions, options.get("erase_gate"))
             tied = erase is not None and erase.name == "tied"
             writes = gate is not None and gate.per == "head" and not tied
             options = {"write_gate": "tied" if writes else None, "decay": decay} | options

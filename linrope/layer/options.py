@@ -6,14 +6,13 @@ Like config.py, nothing here imports PyTorch at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from linrope.common.argument_checks import ORDERS, SPANS, check_bools, check_keys, check_name
 
-if TYPE_CHECKING:
-    from torch import Tensor
+_Kind = TypeVar("_Kind")
 
 DECAYS = ("spread", "learned", "retnet")
 ERASE_GATES = ("tied", "independent")
@@ -59,20 +58,6 @@ class ForgetGateOptions:
                 f"forget_gate: got bound={bound!r}, expected a finite number, at least 1, or None"
             )
 
-    @classmethod
-    def of(cls, given: object) -> ForgetGateOptions | None:
-        """From True, False, None or a dict."""
-        if given is None or isinstance(given, ForgetGateOptions):
-            return given
-        if isinstance(given, bool):
-            return cls() if given else None
-        known = [each.name for each in fields(cls)]
-        if not isinstance(given, Mapping) or set(given) - set(known):
-            raise ValueError(
-                f"forget_gate={given!r}: expected True, False, or a dict with {', '.join(known)}"
-            )
-        return cls(**given)
-
 
 @dataclass(frozen=True)
 class DecayOptions:
@@ -96,21 +81,6 @@ class DecayOptions:
             object.__setattr__(self, "longest", LONGEST)
         check_longest(self.longest)
 
-    @classmethod
-    def of(cls, given: Any, heads: int) -> DecayOptions | tuple[float, ...] | None:
-        """From a name, a dict, None, or a number for each of the heads, which become a tuple."""
-        if given is None or isinstance(given, DecayOptions):
-            return given
-        if isinstance(given, str):
-            given = {"name": given}
-        if not isinstance(given, Mapping):
-            return _factors(given, heads)
-        if "name" not in given:
-            raise ValueError(f"decay: got the keys {sorted(given)}, expected the key 'name'")
-        if unknown := sorted(set(given) - {"name", "longest"}):
-            raise ValueError(f"decay: got {unknown} with name={given['name']!r}, expected ['longest']")
-        return cls(**given)
-
 
 @dataclass(frozen=True)
 class EraseGateOptions:
@@ -129,30 +99,6 @@ class EraseGateOptions:
         if isinstance(self.largest, bool) or self.largest not in (1, 2):
             raise ValueError(f"erase_gate: got largest={self.largest!r}, expected 1 or 2")
 
-    @classmethod
-    def of(cls, given: Any) -> EraseGateOptions | None:
-        """From a name, a dict or None."""
-        if given is None or isinstance(given, EraseGateOptions):
-            return given
-        if not isinstance(given, Mapping):
-            return cls(given)
-        check_keys("erase_gate", given, [each.name for each in fields(cls)])
-        if "name" not in given:
-            raise ValueError(f"erase_gate: got the keys {sorted(given)}, expected the key 'name'")
-        return cls(**given)
-
-
-def _factors(given: Tensor | Sequence[float], heads: int) -> tuple[float, ...]:
-    values: Any = given.tolist() if hasattr(given, "tolist") else given
-    try:
-        factors = tuple(float(x) for x in values)
-        fits = len(factors) == heads and all(0 < x <= 1 for x in factors)
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise ValueError(f"decay: got {values}, expected {heads} numbers in (0, 1]")
-    return factors
-
 
 @dataclass(frozen=True)
 class ShortConvOptions:
@@ -164,27 +110,13 @@ class ShortConvOptions:
     start: str = "identity"
 
     def __post_init__(self) -> None:
-        if not _is_number_of_taps(self.taps):
-            raise ValueError(f"taps={self.taps!r}: expected an integer, 2 .. {MOST_TAPS}")
+        taps = self.taps
+        if isinstance(taps, bool) or not isinstance(taps, int) or not 2 <= taps <= MOST_TAPS:
+            raise ValueError(f"short_conv={taps!r}: expected the number of taps, 2 .. {MOST_TAPS}, or None")
         if self.activation is not None:
             check_name("activation", self.activation, ACTIVATIONS, also="None")
         check_name("start", self.start, STARTS)
         check_bools(bias=self.bias)
-
-    @classmethod
-    def of(cls, given: object) -> ShortConvOptions | None:
-        """From the number of taps, a dict, or None."""
-        if given is None or isinstance(given, ShortConvOptions):
-            return given
-        options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"taps": given}
-        check_keys("short_conv", options, [each.name for each in fields(cls)])
-        if "taps" in options and not _is_number_of_taps(taps := options["taps"]):
-            raise ValueError(f"short_conv={taps!r}: expected the number of taps, 2 .. {MOST_TAPS}, or None")
-        return cls(**options)
-
-
-def _is_number_of_taps(taps: object) -> bool:
-    return isinstance(taps, int) and not isinstance(taps, bool) and 2 <= taps <= MOST_TAPS
 
 
 @dataclass(frozen=True)
@@ -206,16 +138,47 @@ class OutNormOptions:
         if isinstance(self.eps, bool) or not isinstance(self.eps, int | float) or not 0 < self.eps < math.inf:
             raise ValueError(f"out_norm: got eps={self.eps!r}, expected a positive finite number")
 
-    @classmethod
-    def of(cls, given: object) -> OutNormOptions | None:
-        """From True, False, None, "head", "all" or a dict."""
-        if given is None or isinstance(given, OutNormOptions):
-            return given
-        if isinstance(given, bool):
-            return cls() if given else None
-        options: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"over": given}
-        check_keys("out_norm", options, [each.name for each in fields(cls)])
-        return cls(**options)
+
+# Of each kind: its option in LayerConfig, the field that may be given alone, and whether True stands for the defaults
+_FORMS: dict[type, tuple[str, str | None, bool]] = {
+    ForgetGateOptions: ("forget_gate", None, True),
+    DecayOptions: ("decay", "name", False),
+    EraseGateOptions: ("erase_gate", "name", False),
+    ShortConvOptions: ("short_conv", "taps", False),
+    OutNormOptions: ("out_norm", "over", True),
+}
+
+
+def options_of(kind: type[_Kind], given: Any) -> _Kind | None:
+    """The options of a kind in ``_FORMS`` from themselves, None, a dict, or a short form."""
+    if given is None or isinstance(given, kind):
+        return given
+    option, alone, switch = _FORMS[kind]
+    if switch and isinstance(given, bool):
+        return kind() if given else None
+    known = [*kind.__annotations__]
+    if alone is None and not isinstance(given, Mapping):
+        raise ValueError(f"{option}={given!r}: expected True, False, or a dict with {', '.join(known)}")
+    options: dict[Any, Any] = dict(given) if isinstance(given, Mapping) else {alone: given}
+    check_keys(option, options, known)
+    if alone == "name" and "name" not in options:
+        raise ValueError(f"{option}: got the keys {sorted(options)}, expected the key 'name'")
+    return kind(**options)
+
+
+def decay_options(given: Any, heads: int) -> DecayOptions | tuple[float, ...] | None:
+    """From a name, a dict, None, or a number for each of the heads, which become a tuple."""
+    if given is None or isinstance(given, str | Mapping | DecayOptions):
+        return options_of(DecayOptions, given)
+    values = given.tolist() if hasattr(given, "tolist") else given
+    try:
+        factors = tuple(float(x) for x in values)
+        fits = len(factors) == heads and all(0 < x <= 1 for x in factors)
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ValueError(f"decay: got {values}, expected {heads} numbers in (0, 1]")
+    return factors
 
 
 def gate_order(given: object) -> Any:
@@ -282,11 +245,8 @@ def as_json(name: str, option: Any) -> Any:
     Raises:
         ValueError: it is an object, such as a module.
     """
-    if isinstance(
-        option, ForgetGateOptions | DecayOptions | EraseGateOptions | ShortConvOptions | OutNormOptions
-    ):
-        values = {each.name: getattr(option, each.name) for each in fields(option)}
-        return {key: value for key, value in values.items() if value is not None}
+    if type(option) in _FORMS:
+        return {key: value for key, value in vars(option).items() if value is not None}
     if isinstance(option, tuple | dict):
         return list(option) if isinstance(option, tuple) else dict(option)
     if option is not None and not isinstance(option, bool | int | float | str):

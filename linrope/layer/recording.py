@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
+from linrope.recurrence.call import TOKEN_INPUTS
+
 StateAfter = Callable[[int], Any]  # from a number of tokens: the state after as many of the call's first ones
-# A recording cache can remove at least so many tokens, if it has read as many. Drafts are shorter.
+# Caches keep what they need to go back by this many tokens, or to their beginning. Drafts are shorter.
 LONGEST = 256
 
-_PER_TOKEN = ("log_decay", "angle_steps", "write", "erase", "key_mask")  # (b, n, ..)
+_PER_TOKEN = (*TOKEN_INPUTS, "key_mask")  # (b, n, ..)
 
 _made: ContextVar[list[StateAfter] | None] = ContextVar("linrope_recording", default=None)
 

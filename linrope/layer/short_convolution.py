@@ -90,42 +90,36 @@ class ShortConvolution(nn.Module):
         before: the last inputs of the call whose sequences x continues. None: the sequences begin here.
         want_last: False: the call may return None in place of the last inputs, which takes less time.
         """
-        if not isinstance(x, Tensor):
-            return self._convolve_parts(x, before, key_mask, cu_seqlens, want_last)
-        (y,), last = self._convolve_parts((x,), before, key_mask, cu_seqlens, want_last)
-        return y, last
-
-    def _convolve_parts(
-        self,
-        parts: Sequence[Tensor],
-        before: Tensor | None,
-        key_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        want_last: bool,
-    ) -> tuple[list[Tensor], Tensor | None]:
-        sizes = [x.shape[-1] for x in parts]
+        parts = [x] if isinstance(x, Tensor) else [*x]
+        sizes = [part.shape[-1] for part in parts]
         if key_mask is not None:
-            y, masked_last = self._skip_hidden(torch.cat(list(parts), -1), before, key_mask, cu_seqlens)
-            return list(y.split(sizes, -1)), masked_last
-        if parts[0].shape[1] == 1:  # a decoding step: one call of the kernel costs less than several
-            parts = (torch.cat(list(parts), -1),)
-        sequences = parts[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        if before is not None:
-            before = before.to(parts[0].dtype)
-        silu = self.activation == "silu"
-        ys = convolve_parts(parts, self.weight, self.bias, before=before, cu_seqlens=cu_seqlens, silu=silu)
-        last: Tensor | None = None
-        if want_last:
-            if before is None:
-                before = parts[0].new_zeros(sequences, self.taps - 1, self.channels)
-            befores = before.split([x.shape[-1] for x in parts], -1)
-            lasts = [_last_inputs(*pair, cu_seqlens) for pair in zip(befores, parts, strict=True)]
-            last = torch.cat(lasts, -1) if len(lasts) > 1 else lasts[0]
-        return list(ys if len(ys) == len(sizes) else ys[0].split(sizes, -1)), last
+            y, last = self._skip_hidden(torch.cat(parts, -1), before, key_mask, cu_seqlens)
+            ys: Sequence[Tensor] = [y]
+        else:
+            if parts[0].shape[1] == 1:  # a decoding step: one call of the kernel costs less than several
+                parts = [torch.cat(parts, -1)]
+            if before is not None:
+                before = before.to(parts[0].dtype)
+            silu = self.activation == "silu"
+            ys = convolve_parts(
+                parts, self.weight, self.bias, before=before, cu_seqlens=cu_seqlens, silu=silu
+            )
+            last = self._last_of_parts(parts, before, cu_seqlens) if want_last else None
+        if len(ys) < len(sizes):
+            ys = ys[0].split(sizes, -1)
+        return ys[0] if isinstance(x, Tensor) else [*ys], last
+
+    def _last_of_parts(self, parts: list[Tensor], before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        if before is None:
+            sequences = parts[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            before = parts[0].new_zeros(sequences, self.taps - 1, self.channels)
+        befores = before.split([x.shape[-1] for x in parts], -1)
+        lasts = [_last_inputs(*pair, cu_seqlens) for pair in zip(befores, parts, strict=True)]
+        return torch.cat(lasts, -1) if len(lasts) > 1 else lasts[0]
 
     def _skip_hidden(
         self, x: Tensor, before: Tensor | None, key_mask: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """``forward`` with a mask: the visible tokens are copied into one table, where they are neighbours."""
         rows = _Rows.of(x, key_mask, cu_seqlens, self.taps - 1)
         flat = x.flatten(0, 1).masked_fill(~key_mask.flatten()[:, None], 0)  # padding may be infinite

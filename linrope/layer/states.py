@@ -47,11 +47,11 @@ def load_states(path: str | os.PathLike[str], device: torch.device | str | None 
 
 
 def forms(states: object) -> list[Any]:
-    """The kind of each layer's state and the shapes of its tensors, by which states are matched with a model."""
+    """The kind of each layer's state, its tensors' shapes and dtypes, by which states are matched with a model."""
     if not isinstance(states, list | tuple):
         raise TypeError(f"states: got {type(states).__name__}, expected a list with a LayerState per layer")
     return [
-        {"identity": x.identity} | {name: tuple(y.shape) for name, y in x.tensors().items()}
+        {"identity": x.identity} | {name: (tuple(y.shape), y.dtype) for name, y in x.tensors().items()}
         if isinstance(x, LayerState)
         else type(x).__name__
         for x in states

@@ -95,7 +95,7 @@ def step_of(layer: Any) -> "LayerStep":
     """The layer's step: the one that was made for its last call, unless the layer has changed."""
     kept = vars(layer).get(_KEPT)
     if not isinstance(kept, LayerStep) or not kept.fits(layer):
-        vars(layer)[_KEPT] = None  # counted by the step
+        vars(layer)[_KEPT] = None  # before the step counts the layer's attributes: this is one of them
         kept = vars(layer)[_KEPT] = LayerStep(layer)
     return kept
 

@@ -182,7 +182,7 @@ class LanguageModel(nn.Module):
         continues = bool(states) and cu_seqlens is not None
         softmax = (continues or shard is not None) and any(
             isinstance(x, SoftmaxAttention)
-            for x in self.modules()  # one block may have another attention
+            for x in self.modules()  # the config tells nothing of a block whose attention was replaced
         )
         if shard is not None and softmax:
             raise ValueError(

@@ -24,8 +24,8 @@ def test_decoding_starts_when_all_prompts_are_read(monkeypatch) -> None:
     }
     for side in serving.SIDES:
         engine = serving.make(side, models, clients=40, longest=30)
-        decode, counts = engine.decode, []
-        engine.decode = lambda x, decode=decode, counts=counts: (counts.append(len(x)), decode(x))[1]
+        decode, counts = engine._decode, []
+        engine._decode = lambda x, decode=decode, counts=counts: (counts.append(len(x)), decode(x))[1]
         seconds = serving.run(engine, [[120] * 24] * 40, count=3)
         assert counts == [40, 40], side
         assert min(seconds.values()) > 0

@@ -92,7 +92,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "linrope/layer/state.py": ("tests/layer/test_state.py", "tests/decode"),
     **{
         f"linrope/decode/{name}.py": ("tests/decode", "tests/models/huggingface/test_prepared.py")
-        for name in ("layer_step", "model_step", "preparation")
+        for name in ("model_step", "preparation")
     },
     **{f"linrope/ops/{name}.py": ("tests/ops",) for name in ("arguments", "convolution", "norm")},
     "linrope/operation/features.py": OPERATION,

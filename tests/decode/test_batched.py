@@ -180,9 +180,11 @@ def test_a_model_in_half_precision_whose_logits_are_float32_is_batched() -> None
 
 def test_positions_of_a_table_are_batched_up_to_its_end() -> None:
     config = hf.GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2, n_positions=48)
-    engine = Engine(hf.GPT2LMHeadModel(config), slots=2, queue=0, budget=16)
+    engine = Engine(hf.GPT2LMHeadModel(config), slots=2, queue=0)  # measures its budget below 48 tokens
     assert type(engine.serving) is Batched
-    with pytest.raises(ValueError, match="got 49 tokens together, expected at most 48"):
+    with pytest.raises(
+        ValueError, match="unread, max_tokens: got 49 tokens together, expected at most 48, for"
+    ):
         engine.submit(Generation([5] * 29, max_tokens=20))
     requests = [Recorded([5] * n, max_tokens=20, temperature=0) for n in (28, 4)]
     finish(engine, requests)

@@ -34,13 +34,8 @@ def tokens(model: LanguageModel, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize(
-    "sampling", [{"temperature": 0}, {"temperature": 1.5, "top_k": 90, "top_p": 0.95, "seed": 3}]
-)
-def test_the_tokens_are_those_of_launched_steps(
-    options: dict[str, Any], sampling: dict[str, Any], recorders: list[Recorder]
-) -> None:
-    model = language_model(**options)
+def test_the_tokens_are_those_of_launched_steps(options: dict[str, Any], recorders: list[Recorder]) -> None:
+    model, sampling = language_model(**options), {"temperature": 1.5, "top_k": 90, "top_p": 0.95, "seed": 3}
     expected = tokens(model, **sampling)
     assert torch.equal(tokens(model, graph=True, **sampling), expected)
     (recorder,) = recorders

@@ -114,39 +114,20 @@ def test_twenty_tokens_give_what_the_model_gives(name: str, b: int) -> None:
     assert_same_states(step.states, states)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@torch.no_grad()
-def test_a_layers_step_is_the_layers_call(name: str) -> None:
-    layer = make(**OPTIONS[name]).blocks[0].attention
-    x, slots = torch.randn(3, 9, 32), torch.tensor([2, 0])
-    expected, last = layer(x, return_state=True)
-    _, state = layer(x[:, :6], return_state=True)
-    step = prepare(layer, state)
-    pieces = [step(x[:, i : i + 1]) for i in range(6, 8)]
-    two, one = step(x[slots, 8:], slots), step(x[1:2, 8:], torch.tensor([1]))
-    pieces.append(torch.cat((two[1:], one, two[:1])))
-    torch.testing.assert_close(torch.cat(pieces, 1), expected[:, 6:], rtol=1e-4, atol=1e-4)
-    assert_same_states([step.state], [last])
-    for bad in (x[:2, :1], x[:, :2], x[:, :1].double()):
-        with pytest.raises(ValueError, match=r"^x: got torch\.float.* expected torch\.float32 \(3, 1, 32\)"):
-            step(bad)
-    with pytest.raises(ValueError, match=r"^slots: got \[1, 1\], expected different rows 0 \.\. 2"):
-        step(x[:2, :1], torch.tensor([1, 1]))
-    assert_same_states([step.state], [last])
-
-
-@pytest.mark.parametrize("b", [1, 8])
 @pytest.mark.parametrize(
     "name", ["tied erase up to 2, no decay", "bounded gates per feature", "erase, gates per feature"]
 )
 @torch.no_grad()
-def test_two_thousand_steps_drift_no_further_than_fifty(name: str, b: int) -> None:
-    layer, x = make(**OPTIONS[name]).blocks[0].attention, torch.randn(b, 2007, 32)
+def test_two_thousand_steps_drift_no_further_than_fifty(name: str) -> None:
+    layer, x = make(**OPTIONS[name]).blocks[0].attention, torch.randn(8, 2007, 32)
     expected, last = layer(x, return_state=True)
-    step = prepare(layer, layer(x[:, :7], return_state=True)[1])
-    y = torch.cat([step(x[:, i : i + 1]) for i in range(7, 2007)], 1)
-    torch.testing.assert_close(y, expected[:, 7:], rtol=1e-4, atol=1e-4)
-    assert_same_states([step.state], [last])
+    _, state = layer(x[:, :7], return_state=True)
+    pieces = []
+    for i in range(7, 2007):
+        y, state = layer(x[:, i : i + 1], state=state.donate(), return_state=True)
+        pieces.append(y)
+    torch.testing.assert_close(torch.cat(pieces, 1), expected[:, 7:], rtol=1e-4, atol=1e-4)
+    assert_same_states([state], [last])
 
 
 @torch.no_grad()
@@ -166,7 +147,7 @@ def test_it_writes_into_the_states_and_the_model_continues_from_them() -> None:
 @pytest.mark.parametrize("b", [2, 9])
 @torch.no_grad()
 def test_it_copies_no_weight(b: int) -> None:
-    """A copy would take as much memory as a large model has, and would miss what is written to the weights."""
+    """A copy would take as much memory as a large model has, and would miss that a weight changes or is replaced."""
     (model, states), tokens = begun(b, decay="learned", forget_gate=True), torch.randint(256, (b, 1))
     step = prepare(model, copies(states))
     for name, parameter in model.named_parameters():
@@ -178,6 +159,10 @@ def test_it_copies_no_weight(b: int) -> None:
         expected, states = model(tokens, states)
         assert not torch.equal(before, expected), name
         torch.testing.assert_close(step(tokens), expected, rtol=1e-4, atol=1e-4)
+    for module in model.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(1.1 * parameter))
+    torch.testing.assert_close(step(tokens), model(tokens, states)[0], rtol=1e-4, atol=1e-4)
 
 
 def test_the_logits_have_no_gradient_and_the_result_is_the_same_in_all_modes() -> None:
@@ -298,19 +283,10 @@ CHANGES: dict[str, tuple[Callable[[LanguageModel], object], str]] = {
     ),
     "forward": (lambda model: vars(model.blocks[0]).update(forward=print), "another kind, Block"),
     "hook": (lambda model: model.norm.register_forward_hook(print), "a hook on RMSNorm"),
-    "hook on a map": (
-        lambda model: model.blocks[0].attention.feature_map.register_forward_hook(print),
-        "a hook on ElementwiseMap",
-    ),
     "hook on a layer": (
         lambda model: model.blocks[0].attention.register_forward_hook(print),
         "a hook on LinearRoPEAttention",
     ),
-    "hook on a gate": (
-        lambda model: model.blocks[0].attention.forget_gate.register_forward_hook(print),
-        "a hook on ForgetGate",
-    ),
-    "first hook": (lambda model: model.blocks[1].attention.o_proj.register_forward_pre_hook(print), "a hook"),
     "dtype": (lambda model: model.norm.to(torch.bfloat16), "torch.bfloat16 on cpu"),
     "device": (lambda model: model.embed.to("meta"), "on meta"),
     "layout": (lambda model: transpose(model.blocks[0].feed_forward.w1), "not contiguous"),

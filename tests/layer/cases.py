@@ -94,6 +94,9 @@ GATED = {
 }  # fmt: skip
 ALL = {**{name: {**options, "dtype": torch.float32} for name, options in PLAIN.items()}, **GATED}
 every_option = pytest.mark.parametrize("options", ALL.values(), ids=ALL)
+# Layers whose modules differ
+MODULES = {name: ALL[name] for name in ("gate", "favor+", "map object", "paired learned map", *GATED)}
+every_module = pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
 (needs_native,) = NATIVE.marks
 every_gated = pytest.mark.parametrize("options", GATED.values(), ids=GATED)
 

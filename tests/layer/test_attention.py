@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from linrope import LinearRoPEAttention, Rotary, feature_maps, linear_rope_attention
 from linrope.layer.softmax_attention import SoftmaxAttention
-from tests.layer.cases import ALL, GATED, by_hand, every_option, inputs, make, numbers
+from tests.layer.cases import ALL, GATED, by_hand, every_module, every_option, inputs, make, numbers
 
 
 @every_option
@@ -48,7 +48,7 @@ def test_gradients_reach_every_parameter_and_input_also_when_recomputed(options)
         assert torch.equal(a, b), name
 
 
-@every_option
+@every_module
 def test_the_state_dict_carries_the_layer_over(options) -> None:
     # favor+ by name: another projection, until the state dict brings the first one's
     layer, twin = make(**options), LinearRoPEAttention(16, **{"num_heads": 4, **copy.deepcopy(options)})

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from linrope import feature_maps
 from linrope.decode import why_not
 from linrope.models import LanguageModel, LanguageModelConfig
-from tests.layer.cases import ALL, every_option, inputs, make, numbers
+from tests.layer.cases import ALL, every_module, inputs, make, numbers
 
 
 def with_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -41,7 +41,7 @@ def offloaded(module: nn.Module) -> nn.Module:
     return accelerate.cpu_offload(copy.deepcopy(module), torch.device("cpu"), offload_buffers=True)
 
 
-@every_option
+@every_module
 @torch.no_grad()
 def test_a_layer_calls_every_module_that_has_weights(options) -> None:
     layer = make(**options)
@@ -52,7 +52,7 @@ def test_a_layer_calls_every_module_that_has_weights(options) -> None:
         assert not uncalled(layer, layer, x[:, 5:6], state=state.donate(), return_state=True)
 
 
-@every_option
+@every_module
 def test_a_layer_with_offloaded_weights_computes_the_same(options) -> None:
     layer = make(**options)
     x, other = inputs(layer), offloaded(layer)
@@ -158,7 +158,7 @@ class Wrapper(nn.Module):
         return self.inner(*arguments, **options)
 
 
-@every_option
+@every_module
 def test_every_module_may_be_wrapped(options) -> None:
     layer = make(**options)
     x, y = inputs(layer), layer(inputs(layer))
@@ -169,7 +169,7 @@ def test_every_module_may_be_wrapped(options) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
-@every_option
+@every_module
 def test_projections_may_be_quantized(options) -> None:
     layer = make(**{**options, "dtype": torch.float32})
     quantized = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear})
@@ -214,7 +214,7 @@ def one_process(tmp_path) -> Iterator[None]:
 @pytest.mark.filterwarnings(
     "ignore:FSDP2-wrapped module .* returned a view tensor"
 )  # as torch.nn.Linear does
-@every_option
+@every_module
 def test_fsdp_may_hold_every_module_as_a_unit(options) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -25,8 +25,8 @@ def make(**options) -> LinearRoPEAttention:
         *(({"rotary": {"partial_rotary_factor": x}}, f"partial_rotary_factor={x!r}: expected a number above 0")
           for x in (1.5, "x")),
         ({"rotary": {"partial_rotary_factor": 0.5, "rotary_dim": 2}}, "rotary: got rotary_dim and partial_rot"),
-        *(({"forget_gate": x}, f"forget_gate={x}: expected True, False, or a dict")
-          for x in ({"shortest": 1}, 3)),
+        ({"forget_gate": {"shortest": 1}}, "forget_gate: got the key 'shortest', expected one of longest, per"),
+        ({"forget_gate": 3}, "forget_gate=3: expected True, False, or a dict with longest, per, rank, bound"),
         ({"short_conv": 1}, "short_conv=1: expected the number of taps"),
         ({"short_conv": {"activation": "relu"}}, "activation='relu': expected one of silu, None"),
         ({"short_conv": {"start": "zero"}}, "start='zero': expected one of identity, uniform"),
@@ -42,7 +42,7 @@ def make(**options) -> LinearRoPEAttention:
           for x in (-1.0, "x")),
         ({"num_value_heads": 6}, "num_value_heads=6: expected a multiple of num_heads=4"),
         ({"num_value_heads": 8, "num_kv_heads": 2}, "num_value_heads=8: expected None, as num_kv_heads=2 differs"),
-        ({"decay": {"name": "spread", "shortest": 1}}, r"decay: got \['shortest'\] with name='spread'"),
+        ({"decay": {"name": "spread", "shortest": 1}}, "decay: got the key 'shortest', expected one of name, longest"),
         ({"decay": {"longest": 1}}, r"decay: got the keys \['longest'\], expected the key 'name'"),
         ({"decay": {"name": "retnet", "longest": 9}}, r"decay: got \['longest'\] with name='retnet'"),
         ({"decay": {"name": "learned", "longest": 0}}, "longest=0: expected a finite number of tokens"),
@@ -96,7 +96,16 @@ def test_a_bias_of_the_convolution_that_is_no_bool_is_refused() -> None:
         make(short_conv={"bias": 1})
 
 
-@pytest.mark.parametrize("options", [{"forget_gate": True}, {"rotary": "selective"}, {"short_conv": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forget_gate": True},
+        {"rotary": "selective"},
+        {"short_conv": 4},
+        {"erase_gate": "tied", "feature_map": "unit", "normalize": False},
+    ],
+    ids=str,
+)
 def test_a_context_is_refused_by_what_steps_through_one_sequence(options) -> None:
     with pytest.raises(
         ValueError, match=r"^context: got a tensor, expected a layer without .*, for which key t"

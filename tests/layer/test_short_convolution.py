@@ -105,7 +105,9 @@ def test_gradients_pass_through_masks_packing_and_what_came_before() -> None:
 
 @pytest.mark.parametrize("taps", [1, 0, True, 2.0])
 def test_a_number_of_taps_that_is_none_is_refused(taps: object) -> None:
-    with pytest.raises(ValueError, match=r"^taps=.*: expected an integer, 2 .. 65536$"):
+    with pytest.raises(
+        ValueError, match=r"^short_conv=.*: expected the number of taps, 2 .. 65536, or None$"
+    ):
         ShortConvolution(C, taps)
 
 

@@ -47,90 +47,76 @@ def triple(module: nn.Module) -> None:
     module.weight = nn.Parameter(module.weight.detach().as_subclass(Tripled))
 
 
-def replace_data(parameter: nn.Parameter) -> None:
-    parameter.data = 2 * parameter.data.clone()
-
-
-def replace(module: nn.Module, name: str) -> None:
-    setattr(module, name, nn.Parameter(1.5 * getattr(module, name).detach()))
-
-
-def register_again(module: nn.Module, name: str) -> None:
-    parameter = getattr(module, name)
-    delattr(module, name)
-    setattr(module, name, parameter)
-
-
 PER_FEATURE = {"forget_gate": {"per": "feature", "bound": 5}}
 ERASE = {"erase_gate": "independent"}
-# The options of a layer, what changes, and whether its calls still take the operator
-CHANGES: dict[str, tuple[dict[str, Any], Callable[[Layer], object], bool]] = {
-    "a weight is written": (BLOCK, lambda x: x.q_proj.weight.mul_(2), True),
-    "the output's weight is written": (BLOCK, lambda x: x.o_proj.weight.mul_(2), True),
-    "a weight's data is another": (BLOCK, lambda x: replace_data(x.v_proj.weight), True),
-    "a weight is another": (BLOCK, lambda x: replace(x.k_proj, "weight"), True),
-    "the convolution's data is another": (BLOCK, lambda x: replace_data(x.short_conv.weight), True),
-    "the convolution's bias is another": (BLOCK, lambda x: replace(x.short_conv, "bias"), True),
-    "the norm's data is another": ({"out_norm": "all"}, lambda x: replace_data(x.out_norm.weight), True),
-    "the norm is written": ({"out_norm": "all"}, lambda x: x.out_norm.weight.mul_(2), True),
-    "the skip's data is another": (BLOCK, lambda x: replace_data(x.skip), True),
-    "the skip is another": (BLOCK, lambda x: replace(x, "skip"), True),
-    "a weight is of another class": (BLOCK, lambda x: triple(x.v_proj), False),
-    "a bias appears": (BLOCK, lambda x: setattr(x.g_proj, "bias", nn.Parameter(torch.ones(64))), True),
-    "the gate is written": (BLOCK, lambda x: x.forget_gate.bias.sub_(2), True),
-    "the gate's data is another": (BLOCK, lambda x: replace_data(x.forget_gate.weight), True),
-    "the gate per feature": (PER_FEATURE, lambda x: replace_data(x.forget_gate.up), True),
-    "the gate's first product": (PER_FEATURE, lambda x: replace_data(x.forget_gate.down), True),
-    "the order of parameters": (BLOCK, lambda x: register_again(x, "skip"), True),
-    "the erase gate": (ERASE, lambda x: replace_data(x.erase_gate.bias), True),
-    "the decay is written": (BLOCK, lambda x: x.decay_logit.sub_(2), True),
-    "the decay's data is written": (BLOCK, lambda x: x.decay_logit.data.sub_(2), True),
-    "the decay's data is another": (BLOCK, lambda x: replace_data(x.decay_logit), True),
-    "all weights were rounded": (BLOCK, lambda x: x.bfloat16().float(), True),
-    "half precision": (BLOCK, lambda x: x.q_proj.bfloat16(), False),
-    "training": (BLOCK, lambda x: x.train(not x.training), True),
-    "a projection is another": (BLOCK, lambda x: setattr(x, "k_proj", nn.Linear(32, 32)), True),
-    "a projection has a class of its own": (BLOCK, lambda x: setattr(x, "v_proj", Doubles(32, 64)), False),
-    "a projection's class is another": (BLOCK, lambda x: setattr(x.g_proj, "__class__", Doubles), False),
-    "a projection's forward is another": (
-        BLOCK, lambda x: setattr(x.k_proj, "forward", Doubles(32, 32).forward), False
+WAYS: dict[str, Callable[[nn.Module, str], object]] = {
+    "written": lambda module, name: getattr(module, name).mul_(1.2).add_(0.1),
+    "other data": lambda module, name: setattr(
+        getattr(module, name), "data", 1.2 * getattr(module, name).data
     ),
-    "a hook": (BLOCK, lambda x: x.v_proj.register_forward_hook(double), False),
-    "a first hook": (BLOCK, lambda x: x.v_proj.register_forward_pre_hook(lambda _, y: (2 * y[0],)), False),
-    "a hook on the map": (BLOCK, lambda x: x.feature_map.register_forward_hook(lambda *_: None), False),
-    "the map's keys are others": (BLOCK, lambda x: setattr(x.feature_map, "keys", torch.relu), False),
-    "a hook of the layer itself": (BLOCK, lambda x: x.register_forward_hook(lambda *_: None), True),
-    "the backend": (BLOCK, lambda x: setattr(x, "backend", "eager"), False),
+    "another": lambda module, name: setattr(module, name, nn.Parameter(1.2 * getattr(module, name))),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [BLOCK, PER_FEATURE, ERASE, {"out_norm": "all"}], ids=str)
+@torch.no_grad()
+def test_a_weight_is_read_wherever_the_layer_has_it(options: dict[str, Any], way: str) -> None:
+    layer, x, state = make(**options)
+    for module in layer.modules():
+        for name in [name for name, _ in module.named_parameters(recurse=False)]:
+            before = layer(x, state=state)
+            WAYS[way](module, name)
+            assert taken(layer, x, state)
+            assert (layer(x, state=state) - before).abs().max() > 1e-6, name
+
+
+def register_again(layer: Layer) -> None:
+    skip = layer.skip
+    del layer.skip
+    layer.skip = skip
+
+
+# What changes in a layer, and whether its calls still take the operator
+CHANGES: dict[str, tuple[Callable[[Layer], object], bool]] = {
+    "a weight is of another class": (lambda x: triple(x.v_proj), False),
+    "a bias appears": (lambda x: setattr(x.g_proj, "bias", nn.Parameter(torch.ones(64))), True),
+    "the order of parameters": (register_again, True),
+    "all weights were rounded": (lambda x: x.bfloat16().float(), True),
+    "a projection is another": (lambda x: setattr(x, "k_proj", nn.Linear(32, 32)), True),
+    "a projection has a class of its own": (lambda x: setattr(x, "v_proj", Doubles(32, 64)), False),
+    "a projection's class is another": (lambda x: setattr(x.g_proj, "__class__", Doubles), False),
+    "a projection's forward is another": (
+        lambda x: setattr(x.k_proj, "forward", Doubles(32, 32).forward), False
+    ),
+    "a hook": (lambda x: x.v_proj.register_forward_hook(double), False),
+    "a first hook": (lambda x: x.v_proj.register_forward_pre_hook(lambda _, y: (2 * y[0],)), False),
+    "a hook on the map": (lambda x: x.feature_map.register_forward_hook(lambda *_: None), False),
+    "the map's keys are others": (lambda x: setattr(x.feature_map, "keys", torch.relu), False),
+    "a hook of the layer itself": (lambda x: x.register_forward_hook(lambda *_: None), True),
+    "the backend": (lambda x: setattr(x, "backend", "eager"), False),
     "the layer's values are others": (
-        BLOCK, lambda x: setattr(x, "_values", lambda y: 2 * type(x)._values(x, y)), False
+        lambda x: setattr(x, "_values", lambda y: 2 * type(x)._values(x, y)), False
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
+@torch.no_grad()
 def test_a_change_is_noticed(name: str) -> None:
-    options, change, still = CHANGES[name]
-    (layer, x, state), _ = make(**options), torch.set_grad_enabled(False)
-    first = layer(x, state=state)
+    (layer, x, state), (change, still) = make(**BLOCK), CHANGES[name]
     assert taken(layer, x, state)
-    with torch.no_grad():
-        change(layer)
-        # Half precision beside float32 is an error of PyTorch, which the other code raises
-        if name == "half precision":
-            with pytest.raises(RuntimeError, match="dtype"):
-                layer(x, state=state)
-            return
-        assert taken(layer, x, state) is still
-    same = (
-        "the order of parameters",
-        "training",
-        "a hook on the map",
-        "a hook of the layer itself",
-        "the backend",
-    )
-    if name not in same:
-        assert (layer(x, state=state) - first).abs().max() > 1e-6
-    torch.set_grad_enabled(True)
+    change(layer)
+    assert taken(layer, x, state) is still  # compares the two
+
+
+@torch.no_grad()
+def test_half_precision_beside_float32_is_the_error_of_pytorch() -> None:
+    layer, x, state = make()
+    layer(x, state=state)
+    layer.q_proj.bfloat16()
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(x, state=state)
 
 
 # Parts of a layer that may be there or not
@@ -174,14 +160,9 @@ def attributes_read(layer: Layer, call: Callable[[], object]) -> list[tuple[Any,
     return [*read.values()]
 
 
-BARE = {
-    "out_norm": False,
-    "skip": None,
-    "gate": False,
-    "short_conv": None,
-    "forget_gate": False,
-    "decay": None,
-}
+BARE = dict.fromkeys(("out_norm", "gate", "forget_gate"), False) | dict.fromkeys(
+    ("skip", "short_conv", "decay")
+)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +312,7 @@ def test_a_step_keeps_no_weight_that_the_layer_has_given_up() -> None:
     weights = [layer.q_proj.weight, layer.skip, layer.out_norm.weight]
     gone = [*map(weakref.ref, weights)]
     for module, name in ((layer.q_proj, "weight"), (layer, "skip"), (layer.out_norm, "weight")):
-        replace(module, name)
+        WAYS["another"](module, name)
     del weights
     assert [x() for x in gone] == [None] * 3
     assert taken(layer, x, state)
