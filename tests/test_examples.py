@@ -11,7 +11,7 @@ streaming, vision, encoder_decoder = load("streaming"), load("vision"), load("en
 
 
 def test_sequences_that_join_at_any_time_and_forks_stream_as_each_alone(capsys, monkeypatch) -> None:
-    model = streaming.train(30)
+    model = streaming.train(5)
     monkeypatch.setattr(streaming, "train", lambda steps: model)
     streaming.main()  # asserts it of a few, one of them in a freed slot
     assert "5 sequences in 4 slots, each with the bytes that it has alone" in capsys.readouterr().out

@@ -91,7 +91,7 @@ def test_second_moment_of_favor_plus_plus_is_the_documented_one_and_least_at_its
     def log_moment(rho: float) -> float:
         return d * math.log((1 + rho) / (2 * rho)) + d / 2 * math.log(rho) + s * (1 + rho) - squares
 
-    fmap = maps.FavorPlusPlus(d, 40_000, seed=0, mean_square=s).double()
+    fmap = maps.FavorPlusPlus(d, 10_000, seed=0, mean_square=s).double()
     z = products(fmap, x * d**0.25, y * d**0.25)
     rho = 1 / (1 - 8 * fmap.a)
     assert_close(float(z.mean()), math.exp(float(x @ y)), rtol=0.03, atol=0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import linrope
+from tests.support.sources import parsed
 
 ROOT = Path(linrope.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -34,9 +35,9 @@ RANK = {name: rank for rank, level in enumerate(FLOORS) for name in level}
 PUBLIC = RANK["layer"]  # linrope itself re-exports all from there down
 
 
-def imported(source: str, package: str) -> Iterator[str]:
+def imported(tree: ast.Module, package: str) -> Iterator[str]:
     """Absolute names of the modules that the source imports, wherever the statement stands."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -47,11 +48,11 @@ def imported(source: str, package: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def upward(source: str, module: str, is_package: bool = False) -> list[str]:
+def upward(tree: ast.Module, module: str, is_package: bool = False) -> list[str]:
     """The imports in a linrope module's source that the order of FLOORS forbids."""
     own = module.split(".")[1]
     found = []
-    for name in imported(source, module if is_package else module.rpartition(".")[0]):
+    for name in imported(tree, module if is_package else module.rpartition(".")[0]):
         parts = name.split(".")
         if parts[0] != "linrope":
             continue
@@ -74,7 +75,7 @@ def test_imports_point_down_only() -> None:
     for path in set(FILES) - {ROOT / "__init__.py"}:
         module = module_of(path)
         assert module.split(".")[1] in RANK, f"{path} has no place in FLOORS"
-        assert upward(path.read_text("utf-8"), module, path.name == "__init__.py") == [], path
+        assert upward(parsed(path), module, path.name == "__init__.py") == [], path
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_imports_point_down_only() -> None:
     ],
 )  # fmt: skip
 def test_the_check_itself_finds_upward_imports(source: str, module: str, found: list[str]) -> None:
-    assert upward(source, f"linrope.{module}") == found
+    assert upward(ast.parse(source), f"linrope.{module}") == found
 
 
 def test_the_picture_of_the_layers_is_up_to_date() -> None:
@@ -106,7 +107,7 @@ def test_the_picture_of_the_layers_is_up_to_date() -> None:
 
 def tops(path: Path, package: str) -> set[str]:
     """The packages that the file imports."""
-    return {name.split(".")[0] for name in imported(path.read_text("utf-8"), package)}
+    return {name.split(".")[0] for name in imported(parsed(path), package)}
 
 
 def test_one_file_imports_the_kernels_and_none_triton() -> None:
@@ -127,9 +128,8 @@ def test_files_stay_under_400_lines() -> None:
 
 def imported_when_loaded(path: Path) -> set[str]:
     """The modules of linrope that a module imports before it runs anything."""
-    tree = ast.parse(path.read_text("utf-8"))
-    outside = [node for node in tree.body if not isinstance(node, ast.If)]  # if TYPE_CHECKING
-    names = imported(ast.unparse(ast.Module(outside, [])), module_of(path))
+    outside = [node for node in parsed(path).body if not isinstance(node, ast.If)]  # if TYPE_CHECKING
+    names = imported(ast.Module(outside, []), module_of(path))
     return {m for name in names for m in (name, name.rpartition(".")[0]) if m in MODULES} - {module_of(path)}
 
 

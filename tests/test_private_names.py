@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import linrope
+from tests.support.sources import parsed
 
 ROOT = Path(linrope.__file__).parents[1]
 FILES = [
@@ -64,7 +65,7 @@ def private_names(tree: ast.AST, own: set[str]) -> list[str]:
 
 
 def test_one_module_uses_private_names_of_other_packages() -> None:
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in FILES}
+    trees = {path: parsed(path) for path in FILES}
     own = {name for tree in trees.values() for name in members(tree)}
     assert {path for path, tree in trees.items() if private_names(tree, own)} == {HOME}
 

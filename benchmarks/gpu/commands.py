@@ -41,7 +41,7 @@ def tests(on: Machine) -> Iterator[Row]:
 def pytest_command(on: Machine, report: Path) -> list[str]:
     """Warnings are no errors here, and plugins that this machine happens to have are left out."""
     folders = on.sizes(["tests/kernels", "tests/backends", "tests/ops"], ["tests/kernels/test_angles.py"])
-    count = min(WORKERS, max(1, (os.cpu_count() or 1) - 1)) if on.on_gpu else 1
+    count = on.sizes(min(WORKERS, max(1, (os.cpu_count() or 1) - 1)), 0)
     options = (
         f"-m 'gpu and not long and not ptx' --device {on.device} -n {count} -W default -p no:benchmark "
         f"-p no:cov -p no:randomly --ff -o cache_dir={CACHE} -q --durations 20 --junitxml={report}"
@@ -202,7 +202,7 @@ def shard_errors(on: Machine, rank: int) -> Row:
     layer = LinearRoPEAttention.block(h * d, h, device=on.device)
     q, k, v, g = torch.randn(4, 1, n, h, d).to(on.device)
     x, g_x = torch.randn(2, 1, n, h * d).to(on.device)
-    attend = partial(linear_rope_attention, rotary=Rotary(d), backend="triton")
+    attend = partial(linear_rope_attention, rotary=Rotary(d), backend=on.backend)
     cases: dict[str, tuple[Any, list[torch.Tensor], torch.Tensor]] = {
         "operation": (attend, [q, k, v], g),
         "layer": (layer, [x], g_x),

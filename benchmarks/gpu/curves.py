@@ -83,7 +83,7 @@ def curve_row(on: Machine, corpus: Corpus, name: str) -> Row:
     if name == DELTA and (why := peers.why_not(PEER)) is not None:
         return {"not_run": {name: why}}
     task = on.sizes(FULL, SMALL)
-    model = build(name, task, on.sizes(50_000_000, 500_000)).to(on.device)
+    model = build(name, task, on.sizes(50_000_000, 500_000), on.backend).to(on.device)
     model.autocast = on.dtype
     run = partial(train, on, corpus, task, RATES[name])
     with peers.on_linrope(PEER if name == DELTA else name):
@@ -102,7 +102,7 @@ def curve_row(on: Machine, corpus: Corpus, name: str) -> Row:
     return {"parameters": num_parameters(model)} | settings | row | {"options": model.options}
 
 
-def build(name: str, task: Task, parameters: int) -> Logits:
+def build(name: str, task: Task, parameters: int, backend: str = "triton") -> Logits:
     """The model of about that many parameters. The hidden size is a multiple of 16, as fast matrix products require.
 
     Raises:
@@ -113,7 +113,7 @@ def build(name: str, task: Task, parameters: int) -> Logits:
         if name == DELTA:
             return Logits(*peers.make(PEER, task, size))
         sizes: dict[str, Any] = {"num_layers": task.layers, "hidden_dim": size, "embed_dim": task.dim}
-        config = LanguageModelConfig(**sizes, num_heads=2 * task.heads, backend="triton", **OPTIONS[name])
+        config = LanguageModelConfig(**sizes, num_heads=2 * task.heads, backend=backend, **OPTIONS[name])
         return Logits(LanguageModel(config), config.to_dict(), lambda x, y: x(y, return_states=False)[0])
 
     with torch.device("meta"):

@@ -33,7 +33,7 @@ class DeltaCase(AttentionCase):
     ) -> None:
         b, n, h, d = shape
         unit = {"name": "unit", "query_factor": d**-0.5}
-        super().__init__(n, b, h, d, on.device, dtype or on.dtype, feature_map=unit, backend="triton")
+        super().__init__(n, b, h, d, on.device, dtype or on.dtype, feature_map=unit, backend=on.backend)
         if not rotates:
             self.options["rotary"] = None
         generator, self.data = torch.Generator(on.device).manual_seed(0), dict[str, Tensor]()
@@ -82,7 +82,7 @@ def check(on: Machine, rule: str, shape: Shape) -> Row:
     """The errors of "triton" and "eager": in float32 in units of the contract's bound, in half precision relative."""
     case, errors = DeltaCase(on, rule, shape, dtype=torch.float32), Row()
     half, exact, narrow = DeltaCase(on, rule, shape), case.exact(), case.exact("reference", torch.float32)
-    for backend in ("triton", "eager"):
+    for backend in (on.backend, "eager"):
         found = case.results(partial(case.linrope, backend=backend))
         for name, x in exact.items():
             error, other = (float((y[name] - x).abs().max()) for y in (found, narrow))

@@ -27,13 +27,15 @@ class Machine:
     """Where a step runs.
 
     small: sizes that take a second, with the same code and most of the same compiled kernels. limit: seconds. before:
-    a folder with another version of linrope, for the steps that compare the two.
+    a folder with another version of linrope, for the steps that compare the two. backend: what the steps measure; tests
+    of the steps themselves take one that is faster on a CPU.
     """
 
     device: str = "cuda"  # or "cpu", where Triton's interpreter runs the kernels
     small: bool = False
     limit: float = 600.0
     before: Path | None = None
+    backend: str = "triton"
 
     @property
     def on_gpu(self) -> bool:

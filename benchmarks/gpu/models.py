@@ -37,7 +37,7 @@ def layers_of(on: Machine, shape: Shape) -> tuple[LinearRoPEAttention, LinearRoP
     b, n, h, d = shape
     torch.manual_seed(0)
     plain = LinearRoPEAttention.block(h * d, h, backend="eager", device=on.device)
-    layer = LinearRoPEAttention.block(h * d, h, backend="triton", device=on.device, dtype=on.layer_dtype)
+    layer = LinearRoPEAttention.block(h * d, h, backend=on.backend, device=on.device, dtype=on.layer_dtype)
     layer.load_state_dict(plain.state_dict())
     return layer, plain, torch.randn(b, n, h * d, device=on.device)
 
@@ -89,14 +89,14 @@ def step_row(on: Machine, shape: Shape) -> Row:
 
 
 def model_of(
-    on: Machine, shape: Shape, attention: str = "linear", backend: str = "triton", layers: int = LAYERS
+    on: Machine, shape: Shape, attention: str = "linear", backend: str | None = None, layers: int = LAYERS
 ) -> LanguageModel:
     """The default block, or softmax attention in it, with random weights, the same in each call."""
     _, _, heads, dim = shape
     torch.manual_seed(0)
     config = LanguageModelConfig(
         vocab_size=VOCABULARY, embed_dim=heads * dim, num_heads=heads, num_layers=on.sizes(layers, 1),
-        attention=attention, backend=backend,
+        attention=attention, backend=backend or on.backend,
     )  # fmt: skip
     return LanguageModel(config).to(on.device)
 

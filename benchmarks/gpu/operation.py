@@ -36,7 +36,7 @@ MOST_LAYERS = 128  # in a decoding step, whose states together exceed the L2 cac
 
 def case_of(on: Machine, shape: Shape, gates: bool = False) -> AttentionCase:
     b, n, h, d = shape
-    return AttentionCase(n, b, h, d, on.device, on.dtype, gates=gates, backend="triton")
+    return AttentionCase(n, b, h, d, on.device, on.dtype, gates=gates, backend=on.backend)
 
 
 def check(case: AttentionCase, attend: Callable[[], Tensor]) -> Row:

@@ -1,6 +1,7 @@
 """The models: variants of LanguageModel's options, all with as many parameters as softmax attention's."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -240,7 +241,7 @@ def build(name: str, task: Task, seed: int = 0) -> Logits:
         return Logits(*peers.make(name, task, size)) if name in peers.PEERS else _make(name, task, size)
 
     with torch.device("meta"):
-        target = num_parameters(_make("softmax-rope", task, task.hidden_dim))
+        target = _target(task)
         size = fit(lambda size: num_parameters(make(size)), target, start)
     torch.manual_seed(seed)
     model = make(size)
@@ -249,6 +250,12 @@ def build(name: str, task: Task, seed: int = 0) -> Logits:
         model.decoder = Decoder(task.dim, task.length, task.vocab_size)
         model.read = peers.last_output if name in peers.PEERS else _last_output
     return model
+
+
+@cache
+def _target(task: Task) -> int:
+    with torch.device("meta"):
+        return num_parameters(_make("softmax-rope", task, task.hidden_dim))
 
 
 def fit(count: Callable[[int], int], target: int, start: int) -> int:

@@ -11,7 +11,6 @@ from linrope.backends import eager
 from linrope.recurrence.chunks import CHUNK
 from tests.support.contract import Contract, check, every_contract
 from tests.support.oracle import (
-    BACKENDS,
     MAPS,
     both_directions,
     computes,
@@ -38,7 +37,7 @@ def test_every_map(contract: Contract, name: str, causal: bool) -> None:
     check(contract, q, k, v, random_state(k, v, how), causal=causal, **how)
 
 
-LENGTHS = (0, 1, 2, 31, 33, CHUNK - 1, CHUNK, CHUNK + 1, 200, 8 * CHUNK - 1, 8 * CHUNK, 600)
+LENGTHS = (0, 1, 2, 31, 33, CHUNK - 1, CHUNK, CHUNK + 1, 200, 8 * CHUNK, 8 * CHUNK + 1)
 
 
 @every_contract(
@@ -52,28 +51,23 @@ def test_every_length(contract: Contract, n: int, causal: bool) -> None:
 
 
 SIZES = {  # of a head, of its values, and how many features turn
-    "1, 1": (1, 1, 0), "2, 1": (2, 1, 2), "5, 3": (5, 3, 0), "7, 3": (7, 3, 0), "8, 16": (8, 16, 8),
-    "16, 17": (16, 17, 10), "18, 8": (18, 8, 16), "6, 96": (6, 96, 6), "32, 40": (32, 40, 32),
-    "40, 33": (40, 33, 18), "64, 64": (64, 64, 64), "96, 16": (96, 16, 96), "128, 40": (128, 40, 128),
-    "40, 128": (40, 128, 40), "192, 192": (192, 192, 192), "256, 200": (256, 200, 256), "256, 256": (256, 256, 256),
+    "1, 1": (1, 1, 0), "2, 1": (2, 1, 2), "7, 3": (7, 3, 0), "5, 3": (5, 3, 0), "16, 17": (16, 17, 10),
+    "8, 16": (8, 16, 8), "6, 96": (6, 96, 6), "18, 8": (18, 8, 16), "40, 33": (40, 33, 18), "32, 40": (32, 40, 32),
+    "40, 128": (40, 128, 40), "96, 16": (96, 16, 96), "128, 40": (128, 40, 128), "64, 64": (64, 64, 64),
+    "256, 256": (256, 256, 256), "192, 192": (192, 192, 192), "256, 200": (256, 200, 256),
 }  # fmt: skip
+CAUSAL = ("2, 1", *[*SIZES][2::2])  # the others see all keys
 
 
-@every_contract(
-    size=SIZES, causal=DIRECTIONS,
-    interpreted=[
-        ("2, 1", "causal"), ("7, 3", "bidirectional"), ("6, 96", "causal"), ("96, 16", "bidirectional"),
-        ("40, 128", "causal"), ("256, 256", "causal"),
-    ],
-)  # fmt: skip
-def test_every_size_of_heads(contract: Contract, size: tuple[int, int, int], causal: bool) -> None:
+@every_contract(size=SIZES, interpreted=["2, 1", "5, 3", "6, 96", "96, 16", "40, 128", "256, 256"])
+def test_every_size_of_heads(contract: Contract, size: tuple[int, int, int]) -> None:
     d, e, turning = size
     large = d > 128
     q, k, v = randoms(1, 40 if large else CHUNK + 6, 1 if large else 2, d, g=1, e=e)
     rotary = Rotary(d, layout="half" if large else "interleaved", rotary_dim=turning) if turning else None
     # With one feature and the normalizer dq is 0, and all of it rounding.
-    how: dict[str, Any] = {"rotary": rotary, "normalize": d > 1}
-    check(contract, q, k, v, random_state(k, v, how), causal=causal, every_set=True, **how)
+    how: dict[str, Any] = {"rotary": rotary, "normalize": d > 1, "causal": f"{d}, {e}" in CAUSAL}
+    check(contract, q, k, v, random_state(k, v, how), every_set=True, **how)
 
 
 @every_contract()
@@ -108,32 +102,27 @@ def over_segments(b: int, n: int) -> dict[str, dict[str, Any]]:
     cases = {
         "masked": mask,
         "bidirectional, masked": mask | {"causal": False},
-        "decay with gaps": mask | decay,
+        "decay with gaps, eps where normalizers are": mask | decay | {"eps": 600.0},
         "decay with gaps, packed": mask | decay | packed,
-        "weak gates": mask | weak,
+        "weak gates, eps added": mask | weak | {"eps": 0.5, "eps_mode": "add"},
         "strong gates, steps": steps | strong,
         "strong gates, steps, packed": steps | strong | packed,
         "bidirectional, packed": {"causal": False} | packed,
-        "eps added": {"eps": 0.5, "eps_mode": "add"},
-        "eps where normalizers are": {"eps": 30.0},
     }
     return {name: {"rotary": Rotary(16)} | how for name, how in cases.items()}
 
 
 SEGMENTED = tuple(over_segments(1, 1))
 OF_LONG_CALLS = (
-    "bidirectional, masked",
-    "decay with gaps",
-    "strong gates, steps",
-    "eps where normalizers are",
-)
+    "bidirectional, masked", "decay with gaps, eps where normalizers are", "strong gates, steps",
+)  # fmt: skip
 
 
 @every_contract(
     "native", "triton", name=SEGMENTED,
     interpreted=[
-        "bidirectional, masked", "bidirectional, packed", "decay with gaps, packed", "strong gates, steps, packed",
-        "eps where normalizers are",
+        "bidirectional, masked", "bidirectional, packed", "decay with gaps, eps where normalizers are",
+        "strong gates, steps, packed",
     ],
     skip=lambda contract, name: contract.rounding > 0 or (contract.name == "native" and name not in OF_LONG_CALLS),
 )  # fmt: skip
@@ -145,7 +134,8 @@ def test_long_sequences_of_few_heads_are_cut_into_segments(contract: Contract, n
     check(contract, q, k, v, random_state(k, v, how), **how)
 
 
-@every_contract("float64", "native", name=SEGMENTED)
+# Half precision has as many chunks in test_every_two_options.
+@every_contract("float64", "native", name=SEGMENTED, skip=lambda contract, _: contract.rounding > 0)
 def test_over_many_chunks(contract: Contract, name: str) -> None:
     n = 4 * CHUNK + 5
     q, k, v = randoms(1 if "packed" in name else 2, n, 4, 16, g=1, e=3)
@@ -177,7 +167,7 @@ def test_eps_bounds_the_normalizer(contract: Contract, causal: bool) -> None:
 
 @pytest.mark.parametrize(
     ("b", "n", "h", "g"),
-    [(3, 70, 4, 1), (3, 70, 6, 3), (3, 130, 24, 24), (3, 130, 24, 8), (1, 130, 24, 24), (2, 70, 36, 12)],
+    [(3, 70, 4, 1), (3, 70, 6, 3), (3, 70, 24, 8), (1, 130, 24, 24), (2, 70, 36, 12)],
 )
 @every_contract("eager")
 def test_eager_works_on_heads_in_groups(contract, b, n, h, g, monkeypatch) -> None:
@@ -190,10 +180,9 @@ def test_eager_works_on_heads_in_groups(contract, b, n, h, g, monkeypatch) -> No
     check(contract, q, k, v, state, **how)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MAPS)
 @both_directions
-def test_gradients_are_those_of_finite_differences(backend: str, name: str, causal: bool) -> None:
+def test_gradients_are_those_of_finite_differences(name: str, causal: bool) -> None:
     q, k, v = randoms(2, 3, 2, 2, g=1)
     how = use_map(name, 2)
     how["rotary"] = Rotary(num_features(how, 2))
@@ -204,7 +193,7 @@ def test_gradients_are_those_of_finite_differences(backend: str, name: str, caus
         """kv and z of the keys themselves, not of e^-m times them: m is a constant to the gradient."""
         out, last = linear_rope_attention(
             q, k, v, state=replace(state, kv=kv, z=z), return_state=True, key_mask=mask, causal=causal,
-            backend=backend, **how,
+            backend="eager", **how,
         )  # fmt: skip
         scale = torch.zeros(2, 1) if last.log_scale is None else last.log_scale
         return out, last.kv * scale.exp()[..., None, None], last.z * scale.exp()[..., None]

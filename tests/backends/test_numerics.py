@@ -32,21 +32,14 @@ from tests.support.oracle import (
 every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-# Every CPU backend computes the output, the state, the gradients and steps in place of each random call. In call 586 of
+# Every CPU backend computes the output, the state, the gradients and steps in place of each random call; the campaign
+# draws more of them, and test_every_two_options all pairs of options. In call 586 of
 # seed 11 a gate is closed, and rotated weights cancel to a thousandth.
-@pytest.mark.parametrize(("seed", "start", "count"), [(0, 0, 100), (11, 586, 1)], ids=str)
+@pytest.mark.parametrize(("seed", "start", "count"), [(0, 0, 25), (11, 586, 1)], ids=str)
 def test_random_calls_keep_the_contract(seed: int, start: int, count: int) -> None:
     done, failed = configurations.run(count, seed, start=start, most=300)
     assert failed == []
-    assert done["gradients"] > count
-
-
-@pytest.mark.long  # for half precision; of float32 test_every_two_options expects as much
-@pytest.mark.parametrize("backend", ["triton"])
-def test_random_calls_of_the_kernels_keep_the_contract(backend: str) -> None:
-    done, failed = configurations.run(20, 3, kernels=True)
-    assert failed == []
-    assert all(done[f"{backend} {dtype}"] > 1 for dtype in configurations.KERNELS)
+    assert done["gradients"] >= count
 
 
 @pytest.mark.parametrize("f", [64, 300, 2048])
@@ -63,22 +56,21 @@ def test_the_bound_does_not_grow_with_the_number_of_features(f: int, normalize: 
 
 @every_fast
 @every_dtype
-@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 6.0])
+@pytest.mark.parametrize("scale", [0.3, 6.0])
 @pytest.mark.parametrize("name", ["taylor2", "rebased"])
 def test_where_features_are_signed_the_bound_has_the_normalizer_s_own_cancellation(
     name: str, scale: float, dtype: torch.dtype, backend: str
 ) -> None:
     n, d = 120, 16
     fmap = feature_maps.make(name, d)
-    for seed in range(3):
-        q, k, v = randoms(1, n, 2, d, seed=seed, scale=scale)
-        features = plain(fmap.queries(q)), plain(fmap.keys(k))
-        q, k, v = *(x.detach().to(dtype) for x in features), v.to(dtype)
-        how: dict[str, Any] = {"rotary": Rotary(q.shape[-1]), "feature_map": None}
-        equation = Equation()
-        oracle, _ = equation(q.double(), k.double(), v.double(), **how)
-        out = linear_rope_attention(q, k, v, backend=backend, **how)
-        assert error_in_bounds(out, oracle, equation.sizes.out) <= 1
+    q, k, v = randoms(3, n, 2, d, scale=scale)
+    features = plain(fmap.queries(q)), plain(fmap.keys(k))
+    q, k, v = *(x.detach().to(dtype) for x in features), v.to(dtype)
+    how: dict[str, Any] = {"rotary": Rotary(q.shape[-1]), "feature_map": None}
+    equation = Equation()
+    oracle, _ = equation(q.double(), k.double(), v.double(), **how)
+    out = linear_rope_attention(q, k, v, backend=backend, **how)
+    assert error_in_bounds(out, oracle, equation.sizes.out) <= 1
 
 
 @every_fast
@@ -212,7 +204,7 @@ def test_a_decay_of_one_is_none() -> None:
 @of_backends("xpos", eager=(None, 512.0), native=(None,))
 def test_many_decoding_steps_with_decay_are_as_exact_as_one_call(backend: str, xpos: float | None) -> None:
     """Three heads, each with a decay of its own; the keys of the last one count the normalizer."""
-    n, count = 1000 if xpos is None else 500, 1 - 2.0**-11
+    n, count = 300, 1 - 2.0**-11
     q, k, v = randoms(1, n, 3, 4, dtype=torch.float32, scale=0.3)
     k[:, :, 2] = 0  # whose feature is 1
     decay = torch.tensor([0.999, 0.9999, count], dtype=torch.float64)

@@ -79,7 +79,7 @@ def tolerance(how: dict[str, Any]) -> float:
 
 
 @every_backend
-@examples(40)
+@examples(20)
 @given(
     options=FADING, cuts=st.lists(st.integers(0, 140), max_size=4).map(sorted), normalize=st.booleans(),
     layout=st.sampled_from([None, "interleaved", "half"]), xpos=st.sampled_from([None, 20.0]),
@@ -117,7 +117,7 @@ def test_decoding_token_by_token_gives_what_one_call_gives(name, layout, backend
 
 
 @every_backend
-@examples(30)
+@examples(15)
 @given(
     options=FADING, lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5), causal=st.booleans(),
     given_positions=st.booleans(),

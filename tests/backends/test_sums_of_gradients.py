@@ -115,31 +115,6 @@ def test_sums_over_tokens_are_as_exact_as_those_of_eager(
     assert Yardstick(errors_of_eager).ratio("sums", error, size) <= 1
 
 
-@pytest.mark.parametrize(
-    "options", [{"feature_map": None, "normalize": False}, {}, {"rotary": Rotary(16)}], ids=str
-)
-@pytest.mark.parametrize("backend", ["eager", NATIVE])
-def test_gates_that_are_almost_closed_have_exact_gradients(backend: str, options: dict[str, Any]) -> None:
-    """Step sizes of about 1.3, as transformers makes untrained Mamba-2 layers: log decays of -0.5 to -90.
-
-    The head that forgets most has gradients of 1e-7, and a token's pair with itself is of size 1.
-    """
-    n, heads = 300, 8
-    q, k, v = randoms(2, n, heads, D, e=D, dtype=torch.float64)
-    noise, weights = (randoms(2, n, heads, D, dtype=torch.float64, seed=seed)[0] for seed in (1, 2))
-    log_decay = -torch.linspace(1, 32, heads) * 1.3 * torch.exp(0.3 * noise[..., 0])
-
-    def gradient(dtype: torch.dtype, backend: str) -> Tensor:
-        log = log_decay.clone().requires_grad_()
-        qkv = (x.to(dtype) for x in (q, k, v))
-        out = linear_rope_attention(*qkv, log_decay=log, backend=backend, **options)
-        return torch.autograd.grad((out * weights.to(dtype)).sum(), log)[0]
-
-    exact = gradient(torch.float64, "reference")
-    error = (gradient(torch.float32, backend) - exact).abs()
-    assert (error.amax((0, 1)) <= 64 * 2.0**-24 * exact.abs().amax((0, 1))).all()
-
-
 GATE_PATTERNS = {
     "closed beside open": [-1e-3, -1e-3, -1e-3, -30.0],
     "closed": [-20.0],
@@ -194,23 +169,30 @@ def test_gradients_are_exact_to_the_size_of_their_own_terms(
     assert ((found - exact).abs() <= 16 * 2.0**-24 * size + 2.0**-126).all()
 
 
-@pytest.mark.parametrize("gate", [-10.0, -20.0])
-@pytest.mark.parametrize(
-    "options", [{"feature_map": None, "normalize": False}, {"rotary": Rotary(D)}], ids=str
-)
+@pytest.mark.parametrize("looks_at_state", [False, True], ids=["out", "out and state"])
+@pytest.mark.parametrize("options", [{}, {"rotary": Rotary(D)}], ids=str)
 @pytest.mark.parametrize("backend", ["eager", NATIVE])
-def test_a_loss_on_the_last_state_leaves_gradients_of_closed_gates_exact(
-    backend: str, options: dict[str, Any], gate: float
+def test_gates_that_are_almost_closed_have_exact_gradients(
+    backend: str, options: dict[str, Any], looks_at_state: bool
 ) -> None:
-    """The last state holds the last key, which no gate weakens: <S, dS> is of size 1, the gradients of 1e-7."""
-    q, k, v = randoms(1, 300, 2, D, e=D, dtype=torch.float64)
+    """Step sizes of about 1.3, as transformers makes untrained Mamba-2 layers: log decays of -0.5 to -90.
+
+    The head that forgets most has gradients of 1e-7, and a token's pair with itself is of size 1. So is the last key in
+    the last state, which no gate weakens.
+    """
+    n, heads = 300, 8
+    q, k, v = randoms(2, n, heads, D, e=D, dtype=torch.float64)
+    noise, weights = (randoms(2, n, heads, D, dtype=torch.float64, seed=seed)[0] for seed in (1, 2))
+    log_decay = -torch.linspace(1, 32, heads) * 1.3 * torch.exp(0.3 * noise[..., 0])
+    of_state = looks_at_state * randoms(2, heads, D, D, seed=3)[0]
 
     def gradient(dtype: torch.dtype, backend: str) -> Tensor:
-        log = torch.full((1, 300, 2), gate, dtype=dtype).requires_grad_()
+        log = log_decay.clone().requires_grad_()
         qkv = (x.to(dtype) for x in (q, k, v))
         out, state = linear_rope_attention(*qkv, log_decay=log, return_state=True, backend=backend, **options)
-        weights = randoms(1, 2, D, D, seed=2)[0]
-        loss = out.square().sum() + (state.kv * weights).sum() + (state.z * weights[..., 0]).sum()
+        loss = (
+            (out * weights.to(dtype)).sum() + (state.kv * of_state).sum() + (state.z * of_state[..., 0]).sum()
+        )
         return torch.autograd.grad(loss, log)[0]
 
     exact = gradient(torch.float64, "reference")
@@ -218,26 +200,17 @@ def test_a_loss_on_the_last_state_leaves_gradients_of_closed_gates_exact(
     assert (error.amax((0, 1)) <= 64 * 2.0**-24 * exact.abs().amax((0, 1))).all()
 
 
-HALF = [
-    (0.05, "identity", torch.bfloat16), (0.05, "rotated", torch.float16), (0.9, "rotated", torch.bfloat16),
-    pytest.param(0.05, "identity", torch.float16, marks=pytest.mark.long),
-    pytest.param(0.05, "rotated", torch.bfloat16, marks=pytest.mark.long),
-    pytest.param(0.9, "rotated", torch.float16, marks=pytest.mark.long),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("backend", [NATIVE])
-@pytest.mark.parametrize(("gate", "name", "dtype"), HALF)
+@pytest.mark.parametrize(
+    ("gate", "name", "dtype"),
+    [(0.05, "identity", torch.bfloat16), (0.05, "rotated", torch.float16), (0.9, "rotated", torch.bfloat16)],
+)
 def test_in_half_precision_sums_are_as_exact_as_those_of_the_reference(gate, name, backend, dtype) -> None:
     """With strong gates, the sum is what is left when large terms cancel."""
-    problem = Problem(gate, n=1024, **OPTIONS[name]).beside(lambda x: x.to(dtype).float())
+    problem = Problem(gate, n=512, **OPTIONS[name]).beside(lambda x: x.to(dtype).float())
     exact = problem.sums(torch.float64, "eager")
-
-    def error(backend: str) -> float:
-        return root_mean_square(problem.sums(dtype, backend) - exact)
-
-    allowed = FACTOR * error("reference") + SHARE * root_mean_square(exact)
-    assert error(backend) <= allowed
+    error, other = (root_mean_square(problem.sums(dtype, x) - exact) for x in (backend, "reference"))
+    assert error <= FACTOR * other + SHARE * root_mean_square(exact)
 
 
 @pytest.mark.parametrize("backend", ["eager", NATIVE])
@@ -255,7 +228,7 @@ def test_sums_over_few_tokens_are_as_exact_in_the_interpreter(backend: str) -> N
     """Two heads of it beside 64 of eager, which give the bound: two heads alone may have small sums by chance."""
 
     def error_and_size(heads: int, backend: str) -> tuple[float, float]:
-        problem = Problem(math.exp(-0.75), rows=1, groups=heads, n=400, feature_map=None, normalize=False)
+        problem = Problem(math.exp(-0.75), rows=1, groups=heads, n=200, feature_map=None, normalize=False)
         exact = problem.sums(torch.float64, "eager")
         return root_mean_square(problem.sums(torch.float32, backend) - exact), root_mean_square(exact)
 

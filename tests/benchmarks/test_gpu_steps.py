@@ -1,7 +1,11 @@
-"""The steps of ``make gpu-run`` without a GPU: each runs, and none lets a wrong result pass."""
+"""The steps of ``make gpu-run`` without a GPU: each runs, and none lets a wrong result pass.
+
+Plain PyTorch takes the kernels' place: tests/backends and tests/kernels run these in Triton's interpreter.
+"""
 
 import inspect
 import json
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -31,7 +35,7 @@ from linrope.integrations import fla
 from linrope.models.training import Corpus
 
 ROOT = Path(__file__).parents[2]
-DRY = Machine("cpu", small=True, limit=120)
+DRY = Machine("cpu", small=True, limit=120, backend="eager")
 DTYPE = DRY.dtype
 TIMES = {"median_ms", "min_ms", "max_ms", "runs"}
 
@@ -62,7 +66,8 @@ class Pretended(Machine):
         return DRY.captured(run)
 
     def kernels(self, run: Any, repeats: int = 1) -> Any:
-        return DRY.kernels(run, repeats)
+        run()
+        return [("scan_fwd_kernel", 0.5)] * repeats
 
 
 @pytest.fixture
@@ -75,7 +80,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda module, arguments: module)
     optimizer = torch.optim.AdamW
     monkeypatch.setattr(torch.optim, "AdamW", lambda x, **how: optimizer(x, **(how | {"capturable": False})))
-    return Pretended("cpu", small=True, limit=120)
+    return Pretended(**vars(DRY))
 
 
 @pytest.fixture
@@ -88,6 +93,17 @@ def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(delta, name, (delta.KDA,))
 
 
+def once(run: Any) -> Any:
+    """A program that was called as before gives what it gave then."""
+    known: dict[str, Any] = {}
+
+    def call(command: list[str], **how: Any) -> Any:
+        key = str((command, how))
+        return known[key] if key in known else known.setdefault(key, run(command, **how))
+
+    return call
+
+
 @pytest.mark.usefixtures("fewer")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.long] if x in LONG else []) for x in STEPS]
@@ -96,7 +112,9 @@ def test_every_step_runs_without_a_gpu(
     name: str, pretended: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_fla(monkeypatch)
-    on = replace(pretended, before=ROOT) if name == "host" else pretended
+    if name == "host":
+        monkeypatch.setattr(subprocess, "run", once(subprocess.run))
+    on = {"host": replace(pretended, before=ROOT), "parallel": DRY}.get(name, pretended)
     rows = list(STEPS[name].run(on))
     assert rows
     assert failures(name, rows, "done") == []
@@ -237,10 +255,10 @@ def test_a_backend_that_does_not_run_is_noted_and_a_slow_one_not_followed_up(mon
 @pytest.mark.parametrize("wrong", ["out", "kv", "place"])
 def test_a_wrong_decoding_step_does_not_pass(wrong: str, monkeypatch) -> None:
     def call(*args: Any, **how: Any) -> Any:
-        if how["backend"] == "triton" and wrong == "place" and how.get("state"):
+        if how["backend"] == DRY.backend and wrong == "place" and how.get("state"):
             how["state"] = how["state"].clone()
         out, state = linear_rope_attention(*args, **how)
-        if how["backend"] == "triton":
+        if how["backend"] == DRY.backend:
             out = out * 1.1 if wrong == "out" else out
             state.kv.mul_(1.1 if wrong == "kv" else 1)
         return out, state
@@ -258,8 +276,13 @@ def test_times() -> None:
     assert len(calls) == times["runs"] == 1
 
 
+def test_the_profiler_names_what_a_call_starts() -> None:
+    started = [name for name, _ in DRY.kernels(partial(torch.neg, torch.ones(2)), repeats=2)]
+    assert started.count("aten::neg") == 2
+
+
 def test_without_launches_nothing_runs_and_afterwards_all_does() -> None:
-    case = small()
+    case = operation.case_of(replace(DRY, backend="triton"), (1, 20, 1, 16))
     known = dict(start._LAUNCHES)
     with host.without_launches():
         case.forward(case.linrope)
@@ -278,6 +301,28 @@ def test_the_table_s_own_tile_is_tried_first_and_the_others_differ() -> None:
             assert own == tiles.TABLE["bf16"][key]
         assert own not in others
         assert len(set(others)) == len(others) > 1
+
+
+def test_a_tile_is_in_the_table_while_it_is_timed_and_one_with_other_results_is_not_timed(
+    monkeypatch,
+) -> None:
+    case, key, found = small(), ("scan_fwd", 64), []
+    own, other = tile_step.candidates(key)[:2]
+
+    def training_step(_: AttentionCase) -> tuple[Tensor, ...]:
+        found.append(table[key])
+        return (torch.ones(3),)
+
+    monkeypatch.setattr(tile_step, "training_step", training_step)
+    monkeypatch.setattr(Machine, "kernels", Pretended.kernels)
+    table = tiles.TABLE[tiles.precision(case.g_out)]
+    before = dict(table)
+    for tile in (own, other):
+        assert tile_step.tile_row(DRY, key, case, (torch.ones(3),), tile)["ms"] == 0.5
+    assert found == [own, own, other, other]
+    with pytest.raises(AssertionError, match="other results"):
+        tile_step.tile_row(DRY, key, case, (torch.zeros(3) + 2,), own)
+    assert table == before
 
 
 def test_each_kernel_of_the_delta_rule_has_candidates_and_is_timed_where_it_runs() -> None:

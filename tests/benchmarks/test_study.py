@@ -28,6 +28,7 @@ from benchmarks.study.runner import Run
 from benchmarks.study.tasks import Copying, Recall, Task
 from benchmarks.study.text import Distant, Language
 from benchmarks.study.tracking import Arithmetic, Brackets, Parity
+from linrope.models import language_model
 from linrope.models.training import Corpus
 from linrope.models.training.batch import NO_TARGET
 
@@ -235,6 +236,14 @@ def size(name: str, task: Task) -> int:
         return sum(p.numel() for p in variants.build(name, task).parameters())
 
 
+@pytest.fixture
+def no_initial_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, where there is nothing to set, they take most of the time."""
+    monkeypatch.setattr(language_model, "initialize", lambda *_: None)
+    for kind in (nn.Linear, nn.Embedding):
+        monkeypatch.setattr(kind, "reset_parameters", lambda self: None)
+
+
 # Their models are also those of other tasks, in the same sizes but for the vocabulary or the length.
 LIKE_OTHERS = (
     "language-equal-time",
@@ -254,6 +263,7 @@ LIKE_OTHERS = (
 )
 
 
+@pytest.mark.usefixtures("no_initial_weights")
 @pytest.mark.parametrize(
     ("task", "names"),
     [

@@ -13,14 +13,15 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
+import time
+from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from linrope.backends import native
 from tests.campaigns.command import numbers
-from tests.campaigns.mutants import COPIED, ROOT
+from tests.campaigns.mutants import ROOT, Mutant, Verdict, copied, report
 
 # Those that see most faults soonest come first.
 TESTS = (
@@ -48,27 +49,22 @@ CHANGES = {
 SKIPPED = re.compile(r"^\s*(//|#|template|static_assert|namespace|case )|prefetch|bytes\(|operator")
 
 
-class Mutant(NamedTuple):
-    file: str
-    line: int
-    before: str
-    after: str
-
-
 def mutants(source: Path) -> list[Mutant]:
     """All changes that the sources offer."""
     found = []
     for path in [*sorted(source.glob("*.h")), source / "binding.cpp"]:
         if path.name == "amx.h" and native.instruction_set() != "amx":
             continue
-        for number, line in enumerate(path.read_text().splitlines()):
+        lines = path.read_text().splitlines()
+        for i, line in enumerate(lines):
             code = line.split("//")[0]
             if SKIPPED.search(line):
                 continue
             for pattern, other in CHANGES.items():
                 for match in re.finditer(pattern, code):
                     after = line[: match.start()] + other + line[match.end() :]
-                    found.append(Mutant(path.name, number, line, after))
+                    whole = "\n".join([*lines[:i], after, *lines[i + 1 :], ""])
+                    found.append(Mutant(path.name, i + 1, line, after, whole))
     return found
 
 
@@ -113,12 +109,10 @@ class Library:
 
     def judge(self, mutant: Mutant) -> str:
         """How the mutant ends: it does not compile, tests fail or hang, or it survives."""
-        path = self.source / mutant.file
+        path = self.source / mutant.path
         original = path.read_text()
-        lines = original.splitlines()
-        lines[mutant.line] = mutant.after
-        path.write_text("\n".join(lines) + "\n")
-        touched = [part for part, main in self.parts.items() if mutant.file in included(self.source, main)]
+        path.write_text(mutant.source)
+        touched = [part for part, main in self.parts.items() if mutant.path in included(self.source, main)]
         try:
             for part in touched:
                 self.compile(part)
@@ -138,27 +132,28 @@ class Library:
         try:
             done = subprocess.run(command, cwd=self.tree, env=environment, capture_output=True, timeout=LIMIT)
         except subprocess.TimeoutExpired:
-            return "hung"
+            return "timed out"
         return "survived" if done.returncode == 0 else "killed"
 
 
+def campaign(tree: Path, number: int, seed: int) -> Iterator[Verdict]:
+    """The verdict on each mutant that compiles; RuntimeError where tests fail without any."""
+    library = Library(tree)
+    library.link()
+    if library.test() != "survived":
+        raise RuntimeError("tests fail without any mutant")
+    for mutant in random.Random(seed).sample(mutants(library.source), number):
+        begin = time.monotonic()
+        if (how := library.judge(mutant)) != "not compiled":
+            yield Verdict(mutant, how, time.monotonic() - begin)
+
+
 def main(number: int, seed: int) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        for name in COPIED:
-            copy: Any = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
-            copy(ROOT / name, tree / name)
-        library = Library(tree)
-        library.link()
-        if library.test() != "survived":
-            raise RuntimeError("tests fail without any mutant")
-        chosen = random.Random(seed).sample(mutants(library.source), number)
-        ends = []
-        for mutant in chosen:
-            ends.append(library.judge(mutant))
-            before, after = mutant.before.strip(), mutant.after.strip()
-            print(f"{ends[-1]:9} {mutant.file}:{mutant.line + 1}: {before} -> {after}", flush=True)
-        print(f"{ends.count('survived')} of {number - ends.count('not compiled')} mutants survived")
+    tree = copied(ROOT)
+    try:
+        report(campaign(tree, number, seed))
+    finally:
+        shutil.rmtree(tree)
     return 0
 
 

@@ -172,7 +172,7 @@ def many_gates() -> None:
         gates(128, dtype)
 
 
-FORMS = {"few": few_forms, "other": other_forms, "wide": wide_heads, "norm": norm, "norms": norms}
+FORMS = {"few": few_forms, "other": other_forms, "wide": wide_heads, "norms": norms}
 
 
 def layer() -> None:

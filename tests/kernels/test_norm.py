@@ -94,7 +94,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_norms_of_several_tiles_and_programs_that_sum_over_several(form: str, small: None) -> None:
     options = dict(FORMS[form])
     h, g, e = (options.pop(name) for name in ("h", "g", "e"))
-    inputs = make(h, g, e, options.get("over", "head"))
+    inputs = make(h, g, e, options.get("over", "head"), b=2, n=3)
     if "without" in form:
         inputs["weight"] = None
     compare(inputs, **options)

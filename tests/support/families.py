@@ -16,8 +16,8 @@ from benchmarks.configurations import COMMON, FAMILIES, SMALL, model_of
 from linrope.integrations import transformers as linrope_transformers
 
 VOCABULARY = COMMON["vocab_size"][SMALL]
-# The families that this transformers has
-CONFIGURATIONS = [family for family, (kind, _) in FAMILIES.items() if hasattr(transformers, kind)]
+# The families that this transformers has; hasattr would import them all
+CONFIGURATIONS = [family for family, (kind, _) in FAMILIES.items() if kind in dir(transformers)]
 # One family for each set of functions that linrope replaces. make test-newest has all of them.
 _EACH_SET = ("mamba2", "minimax", "qwen3_5", "kimi_linear", "lfm2")
 TESTED = [x for x in CONFIGURATIONS if x in _EACH_SET or os.environ.get("TEST_FAMILIES") == "all"]
@@ -59,14 +59,15 @@ def modeling(family: str) -> Any:
 _HEADS = ("ForCausalLM", "ForConditionalGeneration")
 
 
-def _cache_name(family: str) -> str:
-    kind = next(x for name, x in vars(modeling(family)).items() if name.endswith(_HEADS))
-    names = inspect.signature(kind.forward).parameters
-    return next(x for x in ("cache", "cache_params", "past_key_values") if x in names)
+class _CacheNames(dict[str, str]):
+    def __missing__(self, family: str) -> str:
+        kind = next(x for name, x in vars(modeling(family)).items() if name.endswith(_HEADS))
+        names = inspect.signature(kind.forward).parameters
+        return next(x for x in ("cache", "cache_params", "past_key_values") if x in names)
 
 
 # By family: the argument and the result that hold the cache. transformers 5.24 renamed them to "cache".
-CACHE = {family: _cache_name(family) for family in CONFIGURATIONS}
+CACHE = _CacheNames()
 
 
 def cache_of(result: Any) -> dict[str, Any]:

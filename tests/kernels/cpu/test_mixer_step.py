@@ -1,6 +1,8 @@
 """mixer_step and the operators beside it against their equations in float64, and the checks that precede a write."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,13 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no decay": {"factor": ONES, "forget": None, "decay": None},
     "gates per feature": {"factor": ONES, "rank": 5},
     "gates per feature, partly rotated": {"factor": OWN, "rank": 3, "pairs": 2, "layout": 2, "decay": None},
-    "gates per feature, no rotation": {
-        "factor": ONES,
-        "rank": 19,
-        "theta": None,
-        "layout": 0,
-        "normalize": True,
-    },
+    "gates per feature, no rotation": {"factor": ONES, "rank": 19, "theta": None, "layout": 0, "normalize": True},
     "bounded gates per feature": {"factor": ONES, "rank": 5, "bound": 5.0, "d": 37, "e": 5},
     "erase, tied": {"factor": ERASED, "largest": 1.0},
     "erase up to 2, tied": {"factor": ERASED, "largest": 2.0, "forget": None, "decay": None},
@@ -46,13 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "erase alone": {"factor": ONES, "largest": 2.0, "weight": None, "bias": None, "inputs": None},
     "erase, gates per feature": {"factor": ERASED, "largest": 2.0, "rank": 5, "pairs": 2},
     "values of more heads": {"h": 2, "g": 6},
-    "values of more heads, erase, gates per feature": {
-        "h": 1,
-        "g": 3,
-        "factor": OWN,
-        "largest": 1.0,
-        "rank": 5,
-    },
+    "values of more heads, erase, gates per feature": {"h": 1, "g": 3, "factor": OWN, "largest": 1.0, "rank": 5},
     "normalizer": {"normalize": True, "norm": None},
     "silu map": {"feature_map": 5},
     "unit": {"query_factor": 0.5, "feature_map": 5},
@@ -68,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     "norm and skip before": {"skip_first": True},
     "gate before": {"gate_first": True},
     "no gate, no skip": {"gate": None, "skip": None},
-}
+}  # fmt: skip
 
 
 def make(
@@ -135,6 +125,17 @@ def projected(arguments: dict[str, Any], dim: int = 24) -> tuple[dict[str, Any],
     return whole, columns
 
 
+def make_pools(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Seven rows of what is written; rows 5, 0 and 3 begin as those of the call."""
+    pools = {}
+    for key in WRITTEN:
+        if (x := arguments[key]) is not None:
+            pools[key] = x[[i % len(x) for i in range(7)]].clone()
+            for row, own in zip((5, 0, 3), x):
+                pools[key][row] = own
+    return pools
+
+
 def copied(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: x.clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
 
@@ -184,33 +185,42 @@ def reference(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | Non
     return out.flatten(1), {"inputs": inputs, "kv": state.kv, "z": z, "positions": state.position}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_computes_its_equations(native, name):
-    arguments = make(**CASES[name])
-    expected, written = reference(arguments)
-    y = run(native, arguments)
-    assert y.shape == expected.shape
-    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+def compare(arguments: dict[str, Any], written: dict[str, Tensor | None], precision: float) -> None:
     for key, x in written.items():
         if x is not None:
-            got = arguments[key]
-            torch.testing.assert_close(got, x.to(got.dtype), rtol=1e-6, atol=1e-6 * float(x.abs().max()))
+            got, size = arguments[key], float(x.abs().max())
+            torch.testing.assert_close(got, x.to(got.dtype), rtol=precision, atol=precision * size)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_with_projections_it_computes_them_too(native, name):
-    whole, columns = projected(make(**CASES[name]))
+def test_it_computes_its_equations_in_rows_of_a_pool_and_with_projections_too(native, name):
+    arguments = make(**CASES[name])
+    pools = make_pools(arguments)
+    whole, columns = projected(arguments)
+    expected, written = reference(arguments)
+    y = run(native, arguments)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    compare(arguments, written, 1e-6)
+
+    before, slots = copied(pools), torch.tensor([5, 0, 3][: len(y)])
+    own = make(**CASES[name]) | pools
+    assert torch.equal(run(native, own | {"slots": slots}), y)
+    others = [row for row in range(7) if row not in slots]
+    for key, x in pools.items():
+        assert torch.equal(x[slots], arguments[key])
+        assert torch.equal(x[others], before[key][others])
+
     middle, written = reference(columns)
-    expected = F.linear(middle, whole["o_proj"].double(), whole["o_bias"].double())
+    weight = whole["o_proj"].double()
+    expected, largest = (
+        F.linear(middle, weight, whole["o_bias"].double()),
+        F.linear(middle.abs(), weight.abs()),
+    )
     tokens = copied(whole) | {"x": whole["x"][:, None]}
     rows = torch.stack((whole["x"], torch.zeros_like(whole["x"])), 1)[:, 0]  # which are apart in memory
     y = run(native, whole)
-    largest = float(F.linear(middle.abs(), whole["o_proj"].double().abs()).max())
-    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5 * largest)
-    for key, x in written.items():
-        if x is not None:
-            got = whole[key]
-            torch.testing.assert_close(got, x.to(got.dtype), rtol=1e-5, atol=1e-5 * float(x.abs().max()))
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5 * float(largest.max()))
+    compare(whole, written, 1e-5)
     assert torch.equal(run(native, tokens | {"x": rows[:, None]}), y[:, None])
 
 
@@ -224,22 +234,6 @@ def test_any_number_of_threads_gives_the_same_bits(native):
         found.append([run(native, arguments), *(arguments[key] for key in WRITTEN)])
     for others in found[1:]:
         assert all(map(torch.equal, found[0], others))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_rows_of_a_pool_get_the_bits_that_they_get_alone_and_the_others_stay(native, name):
-    arguments = make(**CASES[name])
-    b = len(arguments["kv"])
-    slots = [5, 0, 3][:b]
-    pools = {key: x[[i % b for i in range(7)]] for key in WRITTEN if (x := arguments[key]) is not None}
-    before = copied(pools)
-    alone = arguments | {key: x[slots] for key, x in pools.items()}
-    expected = run(native, alone)
-    assert torch.equal(run(native, arguments | pools | {"slots": torch.tensor(slots)}), expected)
-    others = [row for row in range(7) if row not in slots]
-    for key, x in pools.items():
-        assert torch.equal(x[slots], alone[key])
-        assert torch.equal(x[others], before[key][others])
 
 
 @pytest.mark.parametrize("logit", [-math.inf, -1e4, 1e4, math.inf])
@@ -275,21 +269,18 @@ def test_gates_per_feature_are_exact_from_open_to_closed(native, bound):
     assert ((arguments["kv"][0, 0, :, 0] - log_decay.exp()).abs() <= allowed).all()
 
 
-def test_a_nan_in_a_gate_per_feature_stays_visible(native):
+def test_a_nan_in_a_gate_stays_visible(native):
     arguments = make(factor=ERASED, largest=1.0, rank=5)
     arguments["up_bias"][0, 3] = math.nan
     y = run(native, arguments).unflatten(1, (4, 20))
     assert bool(y[:, :2].isnan().all() & y[:, 2:].isfinite().all())
-
-
-def test_a_nan_in_a_gate_stays_visible(native):
     arguments = make()
     arguments["forget"][1, 0] = math.nan
     y = run(native, arguments).unflatten(1, (4, 20))
-    assert bool(y[1, :2].isnan().all())
-    assert bool(y[0].isfinite().all() & y[1, 2:].isfinite().all())
+    assert bool(y[1, :2].isnan().all() & y[0].isfinite().all() & y[1, 2:].isfinite().all())
 
 
+TIED = {"largest": 1.0, "erase": torch.zeros(2, 2), "z": None}
 WRONG = {
     "x, kv: got": {"x": torch.zeros(2)},
     r"x: got shape \(2, 193\), expected \(2, 194\)": {"x": torch.zeros(2, 193)},
@@ -305,14 +296,9 @@ WRONG = {
     "erase: got -1, expected": {"largest": -1.0},
     "erase: got nan, expected": {"largest": math.nan},
     "bound: got 5, expected 0 without up": {"bound": 5.0},
-    "z: got a tensor with erase, expected none": {"largest": 1.0, "erase": torch.zeros(2, 2)},
+    "z: got a tensor with erase, expected none": TIED | {"z": torch.zeros(2, 2, 12).double()},
     "erase: got None for a state without z": {"z": None},
-    "normalize: got true with erase": {
-        "largest": 1.0,
-        "erase": torch.zeros(2, 2),
-        "z": None,
-        "normalize": True,
-    },
+    "normalize: got true with erase": TIED | {"normalize": True},
     r"x: got shape \(2, 194\), expected \(2, 196\)": {"largest": 1.0, "z": None},
     r"decay: got shape \(4,\)": {"decay": torch.zeros(4).double()},
     "decay: got another dtype": {"decay": torch.zeros(2)},
@@ -385,29 +371,25 @@ WRONG_PROJECTIONS = {
     r"o_proj: got shape \(24, 79\), expected \(24, 80\)": {"o_proj": torch.zeros(24, 79)},
     r"o_proj: got shape \(\)": {"o_proj": torch.tensor(1.0)},
 }
-CHECKS = [({}, x) for x in WRONG.items()]
-CHECKS += [({"factor": ONES, "rank": 5}, x) for x in WRONG_PER_FEATURE.items()]
+CHECKS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
+    "a gate per head": (make, WRONG),
+    "gates per feature": (partial(make, factor=ONES, rank=5), WRONG_PER_FEATURE),
+    "projections": (lambda: projected(make())[0], WRONG_PROJECTIONS),
+}
 
 
 @on_one_isa
-@pytest.mark.parametrize(("sizes", "wrong"), CHECKS, ids=[message for _, (message, _) in CHECKS])
-def test_wrong_arguments_are_refused_and_nothing_is_written(native, sizes, wrong):
-    message, changes = wrong
-    arguments = make(**sizes) | changes
-    before = copied(arguments)
-    with pytest.raises(error_of(message), match=message):
-        run(native, arguments)
-    assert all(x is None or torch.equal(arguments[key], x) for key in WRITTEN for x in [before[key]])
-
-
-@on_one_isa
-@pytest.mark.parametrize("message", WRONG_PROJECTIONS)
-def test_wrong_projections_are_refused_and_nothing_is_written(native, message):
-    arguments = projected(make())[0] | WRONG_PROJECTIONS[message]
-    before = copied(arguments)
-    with pytest.raises(error_of(message), match=message):
-        run(native, arguments)
-    assert all(torch.equal(arguments[key], before[key]) for key in WRITTEN)
+@pytest.mark.parametrize("kind", CHECKS)
+def test_wrong_arguments_are_refused_and_nothing_is_written(native, kind):
+    right, wrong = CHECKS[kind]
+    for message, changes in wrong.items():
+        arguments = right() | changes
+        before = copied(arguments)
+        with pytest.raises(error_of(message), match=message):
+            run(native, arguments)
+        assert all(x is None or torch.equal(arguments[key], x) for key in WRITTEN for x in [before[key]]), (
+            message
+        )
 
 
 @pytest.mark.parametrize("up", [torch.zeros(2, 6, 0), torch.zeros(2, 6, 5)])
@@ -493,33 +475,10 @@ def test_wrong_rows_are_refused_and_nothing_is_written(native):
     }
     refuses(native.add_norm, wrong)
     assert torch.equal(x, before)
+    given = lambda w1, w3: (y, torch.zeros(w1), None, torch.zeros(w3), None, y, None)  # noqa: E731
     wrong = {
-        r"w1: got shape \(3, 7\), expected \(3, 8\)": (
-            y,
-            torch.zeros(3, 7),
-            None,
-            torch.zeros(3, 8),
-            None,
-            y,
-            None,
-        ),
-        r"w3: got shape \(4, 8\), expected \(3, 8\)": (
-            y,
-            torch.zeros(3, 8),
-            None,
-            torch.zeros(4, 8),
-            None,
-            y,
-            None,
-        ),
-        r"w2: got shape \(2, 8\), expected \(2, 3\)": (
-            y,
-            torch.zeros(3, 8),
-            None,
-            torch.zeros(3, 8),
-            None,
-            y,
-            None,
-        ),
+        r"w1: got shape \(3, 7\), expected \(3, 8\)": given((3, 7), (3, 8)),
+        r"w3: got shape \(4, 8\), expected \(3, 8\)": given((3, 8), (4, 8)),
+        r"w2: got shape \(2, 8\), expected \(2, 3\)": given((3, 8), (3, 8)),
     }
     refuses(native.swiglu, wrong)
