@@ -83,14 +83,10 @@ def attend(
             return_state=bool(output_final_state),
         )
     except (TypeError, ValueError) as error:
-        names = {
-            "kv": "initial_state",
-            "z": "initial_state",
-            "state": "initial_state",
-            "log_decay": decay_name,
-            "write": "beta",
-            "erase": "beta",
-        }
+        names = dict.fromkeys(("kv", "z", "state"), "initial_state") | dict.fromkeys(
+            ("write", "erase"), "beta"
+        )
+        names["log_decay"] = decay_name
         name, colon, rest = str(error).partition(":")
         raise type(error)(names.get(name, name) + colon + rest) from error
     if isinstance(result, Tensor):

@@ -155,7 +155,7 @@ def enable(*families: str) -> Enabled:
     """
     _check_families(families)
     enabled = {family for entry in _replaced.values() for family in entry.users}
-    wanted = [x for x in dict.fromkeys(families or _installed()) if x not in enabled]
+    wanted = [x for x in dict.fromkeys(families or filter(_in_transformers, FAMILIES)) if x not in enabled]
     targets = {family: _targets(family) for family in wanted} if families else dict(_that_fit(wanted))
     try:
         for family in targets:
@@ -284,10 +284,6 @@ def _transformers() -> ModuleType:
 def _in_transformers(family: str) -> bool:
     _transformers()
     return importlib.util.find_spec(f"transformers.models.{family}") is not None
-
-
-def _installed() -> list[str]:
-    return [x for x in FAMILIES if _in_transformers(x)]
 
 
 def _that_fit(families: list[str]) -> Iterator[tuple[str, list[_Target]]]:

@@ -72,9 +72,7 @@ def step(
         return "step sizes or decays that differ between the channels of a head"
     if state.dtype not in (torch.float32, torch.float64):
         return f"a state of {state.dtype}"
-    return tensors(hidden_states, "mamba_ssm") or _too_wide(
-        hidden_states, hidden_states.shape[-1], B.shape[-1]
-    )
+    return scan(hidden_states, dt, A, B)
 
 
 def delta_rule(
