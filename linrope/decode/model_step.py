@@ -5,12 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from linrope.backends import library
+from linrope.common.private_names import parameters_of
 from linrope.common.writable import check_slots
-from linrope.decode.parts import BlockParts, ModelParts
+from linrope.decode.parts import ModelParts
 from linrope.layer.norm import silu_product
 from linrope.layer.state import LayerState
 from linrope.layer.step import FEW_ROWS, LayerStep
@@ -27,16 +28,19 @@ class ModelStep:
 
     def __init__(self, parts: ModelParts, states: Sequence[LayerState]) -> None:
         self.states = list(states)
-        self._embedding = parts.embedding
-        self._head: Any = parts.embedding if parts.head is None else parts.head
-        self._branches: list[tuple[nn.Module, Callable[..., Tensor]]] = []
+        # The modules' own dicts of parameters are read in every call: a parameter may be replaced.
+        self._embedding = None if parts.embedding is None else parameters_of(parts.embedding)
+        self._head: Any = self._embedding if parts.head is None else parameters_of(parts.head)
+        self._branches: list[tuple[Callable[..., Tensor], Callable[..., Tensor]]] = []
         for block, state in zip(parts.blocks, states, strict=True):
             memory = [*state.tensors().values()]
             attention = partial(LayerStep(block.attention), memory=memory)
-            self._branches.append((block.attention_norm, attention))
+            self._branches.append((_add_norm_of(block.attention_norm), attention))
             if block.feed_forward_norm is not None:
-                self._branches.append((block.feed_forward_norm, partial(_swiglu, block)))
-        self._norm = parts.norm
+                modules: Any = block.w1, block.w3, block.w2
+                swiglu = partial(_swiglu, [*map(parameters_of, modules)])
+                self._branches.append((_add_norm_of(block.feed_forward_norm), swiglu))
+        self._norm = _add_norm_of(parts.norm)
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, slots: Tensor | None = None) -> Tensor:
@@ -50,7 +54,7 @@ class ModelStep:
             slots = slots.long().contiguous()
         if self._embedding is None:
             return self._of_rows(tokens[:, 0].clone(), slots)[:, None]
-        x, head = self._of_rows(self._embed(tokens, slots), slots), self._head.weight
+        x, head = self._of_rows(self._embed(tokens, slots), slots), self._head["weight"]
         few = len(x) <= FEW_ROWS
         logits: Tensor = library.run("linear", x, head, None) if few else F.linear(x, head)
         return logits[:, None]
@@ -58,7 +62,7 @@ class ModelStep:
     def _embed(self, tokens: Tensor, slots: Tensor | None) -> Tensor:
         assert self._embedding is not None
         b = len(self.states[0].position if slots is None else slots)
-        weight = self._embedding.weight
+        weight = self._embedding["weight"]
         if tokens.is_floating_point():
             raise TypeError(f"tokens: got {tokens.dtype}, expected integers")
         if tokens.shape != (b, 1):
@@ -73,21 +77,24 @@ class ModelStep:
     def _of_rows(self, x: Tensor, slots: Tensor | None) -> Tensor:
         """x (b, dim) through all blocks and the last norm. Overwrites x itself."""
         y = None
-        for norm, branch in self._branches:
-            y = branch(x=_add_norm(norm, x, y), slots=slots)
-        return _add_norm(self._norm, x, y)
+        for add_norm, branch in self._branches:
+            y = branch(x=add_norm(x, y), slots=slots)
+        return self._norm(x, y)
 
 
-def _add_norm(norm: Any, x: Tensor, y: Tensor | None) -> Tensor:
+def _add_norm_of(norm: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
+    return partial(_add_norm, parameters_of(norm), norm.eps)
+
+
+def _add_norm(norm: dict[str, Any], eps: float, x: Tensor, y: Tensor | None) -> Tensor:
     """x += y, and then the RMS norm of x (b, embed_dim)."""
-    normed: Tensor = library.run("add_norm", x, y, norm.weight, norm.eps)
+    normed: Tensor = library.run("add_norm", x, y, norm["weight"], eps)
     return normed
 
 
-def _swiglu(block: BlockParts, x: Tensor, slots: Tensor | None) -> Tensor:
+def _swiglu(parts: list[dict[str, Any]], x: Tensor, slots: Tensor | None) -> Tensor:
     """The feed-forward network of a block."""
-    modules: Any = block.w1, block.w3, block.w2
-    w1, w3, w2 = [(module.weight, module.bias) for module in modules]
+    w1, w3, w2 = [(part["weight"], part["bias"]) for part in parts]
     if len(x) <= FEW_ROWS:
         y: Tensor = library.run("swiglu", x, *w1, *w3, *w2)
         return y
