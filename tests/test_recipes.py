@@ -146,18 +146,27 @@ PROGRAMS = {
 }
 # Each in one copy of the library. An option and an input change the same line of the reference.
 COPIES = [[name for name in PROGRAMS if name != "A new input per token"], ["A new input per token"]]
-# Runs the programs given in JSON, and prints what each prints, or its traceback, in JSON.
+# Of each folder given in JSON runs the programs, in a process of its own. Prints a line of JSON for each: what its
+# programs print, or their tracebacks.
 RUN = """
-import contextlib, io, json, sys, traceback
-printed = {}
-for name, program in json.load(sys.stdin).items():
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        try:
-            exec(program, {})
-        except Exception:
-            traceback.print_exc(file=out)
-    printed[name] = out.getvalue()
-print(json.dumps(printed))
+import contextlib, io, json, os, sys, traceback
+import torch  # once for all
+for folder, programs in json.load(sys.stdin).items():
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    printed = {}
+    for name, program in programs.items():
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            try:
+                exec(program, {})
+            except Exception:
+                traceback.print_exc(file=out)
+        printed[name] = out.getvalue()
+    print(json.dumps(printed), flush=True)
+    os._exit(0)
 """
 
 
@@ -183,18 +192,24 @@ def apply(recipe: str, folder: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def carried_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[set[str], str]]:
     """By heading: the files that a recipe touched, and what its program printed."""
-    found = {}
+    touched, programs = {}, {}
     for headings in COPIES:
         folder = tmp_path_factory.mktemp("copy")
         shutil.copytree(ROOT / "linrope", folder / "linrope", ignore=shutil.ignore_patterns("__pycache__"))
-        touched = {heading: apply(RECIPES[heading], folder) for heading in headings}
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "kernels")])}
-        programs = json.dumps({heading: PROGRAMS[heading][0] for heading in headings})
-        how = {"cwd": folder, "env": environment, "input": programs, "capture_output": True, "text": True}
-        run = subprocess.run([sys.executable, "-c", RUN], **how)
-        assert run.returncode == 0, run.stderr
-        found |= {heading: (touched[heading], printed) for heading, printed in json.loads(run.stdout).items()}
-    return found
+        touched |= {heading: apply(RECIPES[heading], folder) for heading in headings}
+        programs[str(folder)] = {heading: PROGRAMS[heading][0] for heading in headings}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "kernels")}
+    how = {
+        "cwd": folder,
+        "env": environment,
+        "input": json.dumps(programs),
+        "capture_output": True,
+        "text": True,
+    }
+    run = subprocess.run([sys.executable, "-c", RUN], **how)
+    assert run.returncode == 0, run.stderr
+    printed = dict(item for line in run.stdout.splitlines() for item in json.loads(line).items())
+    return {heading: (files, printed[heading]) for heading, files in touched.items()}
 
 
 @pytest.mark.xdist_group("recipes")  # one process makes the copy

@@ -35,11 +35,11 @@ every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dty
 # Every CPU backend computes the output, the state, the gradients and steps in place of each random call; the campaign
 # draws more of them, and test_every_two_options all pairs of options. In call 586 of
 # seed 11 a gate is closed, and rotated weights cancel to a thousandth.
-@pytest.mark.parametrize(("seed", "start", "count"), [(0, 0, 25), (11, 586, 1)], ids=str)
+@pytest.mark.parametrize(("seed", "start", "count"), [(0, 0, 50), (11, 586, 1)], ids=str)
 def test_random_calls_keep_the_contract(seed: int, start: int, count: int) -> None:
     done, failed = configurations.run(count, seed, start=start, most=300)
     assert failed == []
-    assert done["gradients"] >= count
+    assert done["gradients"] > count
 
 
 @pytest.mark.parametrize("f", [64, 300, 2048])
