@@ -1,7 +1,7 @@
 """Checks of the operators' arguments, the choice of a kernel, and its launch."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class Plan:
 
     kernel: str  # "native", "triton" or "eager"
     as_is: bool  # True: the native kernel may take the call's own tensors
-    refused: set[Hashable] = field(default_factory=set)  # strides with which it does not take them
+    refused: Hashable = None  # the strides with which it last did not take them
 
 
 def plan_of(settings: tuple[Any, ...], tensors: Sequence[Tensor | None], check: Callable[[], str]) -> Plan:
@@ -51,14 +51,14 @@ def plan_of(settings: tuple[Any, ...], tensors: Sequence[Tensor | None], check: 
 
 def run_as_is(plan: Plan, operator: str, tensors: Iterable[Tensor | None], *settings: Any) -> Any:
     """The native kernel's result from the call's own tensors. None: autograd records the call, or they do not fit."""
-    if not plan.as_is or (plan.refused and _strides(tensors) in plan.refused):
+    if not plan.as_is or (plan.refused is not None and plan.refused == _strides(tensors)):
         return None
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return None
     try:
         return library.run(operator, *tensors, *settings)
     except RuntimeError:  # it checks everything before it computes
-        plan.refused.add(_strides(tensors))
+        plan.refused = _strides(tensors)
         return None
 
 
