@@ -426,7 +426,7 @@ def test_a_prefix_is_put_before_the_prompt_and_read_once(model, server) -> None:
 
 
 def test_a_step_that_fails_is_reported_and_the_server_goes_on(server, monkeypatch) -> None:
-    monkeypatch.setattr(server.engine, "read", Mock(side_effect=RuntimeError("out of order")))
+    monkeypatch.setattr(server.engine, "_read", Mock(side_effect=RuntimeError("out of order")))
     with pytest.raises(openai.InternalServerError, match="out of order"):
         server.complete("Für")
     with pytest.raises(openai.APIError, match="out of order"):
