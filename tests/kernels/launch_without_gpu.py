@@ -36,7 +36,7 @@ def attend(
 
 
 def main() -> None:
-    backend.why_not_call = backend.why_not_on = lambda *_, **__: None
+    backend.why_not = backend.why_not_call = backend.why_not_on = lambda *_, **__: None
     with recorded(int(sys.argv[1])) as launches:
         for name in sys.argv[2:]:
             FORMS[name]()
