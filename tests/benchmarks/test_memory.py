@@ -8,10 +8,18 @@ from benchmarks.memory import peak
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
+LENGTH = 16384
+
+
+def least(blocks: int, piece: int, call: str) -> int:
+    """Of three runs, because a heap that earlier tests have cut up adds to a peak, and never takes from it."""
+    return min(peak(64, blocks, LENGTH, piece, call) for _ in range(3))
+
 
 def test_rows_in_pieces_and_blocks_without_gradients_take_no_more_memory() -> None:
-    n = 16384
-    found = {call: [peak(64, blocks, n, n, call) for blocks in (1, 3)] for call in ("training", "reading")}
-    assert found["training"][1] > 2 * found["training"][0]
-    assert found["reading"][1] < 1.5 * found["reading"][0]
-    assert peak(64, 1, n, 1024, "training") < found["training"][0] / 4
+    training, reading = (
+        [least(blocks, LENGTH, call) for blocks in (1, 3)] for call in ("training", "reading")
+    )
+    assert training[1] > 2 * training[0]
+    assert reading[1] < 1.5 * reading[0]
+    assert least(1, 1024, "training") < training[0] / 4
