@@ -12,7 +12,6 @@ from linrope.recurrence.chunks import CHUNK
 from tests.support.contract import Contract, check, every_contract
 from tests.support.oracle import (
     MAPS,
-    both_directions,
     computes,
     num_features,
     random_mask,
@@ -42,7 +41,7 @@ LENGTHS = (0, 1, 2, 31, 33, CHUNK - 1, CHUNK, CHUNK + 1, 200, 8 * CHUNK, 8 * CHU
 
 @every_contract(
     n=LENGTHS, causal=DIRECTIONS, skip=lambda contract, n, causal: contract.backend == "triton" and n > 200,
-    interpreted=[(0, "causal"), (1, "bidirectional"), (63, "causal"), (64, "bidirectional"), (65, "causal")],
+    interpreted=[(0, "causal"), (1, "bidirectional"), (64, "bidirectional"), (65, "causal")],
 )  # fmt: skip
 def test_every_length(contract: Contract, n: int, causal: bool) -> None:
     q, k, v = randoms(1, n, 2, 4, g=1, e=3)
@@ -113,16 +112,13 @@ def over_segments(b: int, n: int) -> dict[str, dict[str, Any]]:
 
 
 SEGMENTED = tuple(over_segments(1, 1))
-OF_LONG_CALLS = (
-    "bidirectional, masked", "decay with gaps, eps where normalizers are", "strong gates, steps",
-)  # fmt: skip
+OF_LONG_CALLS = ("bidirectional, masked", "strong gates, steps")
 
 
 @every_contract(
     "native", "triton", name=SEGMENTED,
     interpreted=[
-        "bidirectional, masked", "bidirectional, packed", "decay with gaps, eps where normalizers are",
-        "strong gates, steps, packed",
+        "bidirectional, packed", "decay with gaps, eps where normalizers are", "strong gates, steps, packed",
     ],
     skip=lambda contract, name: contract.rounding > 0 or (contract.name == "native" and name not in OF_LONG_CALLS),
 )  # fmt: skip
@@ -137,7 +133,7 @@ def test_long_sequences_of_few_heads_are_cut_into_segments(contract: Contract, n
 # Half precision has as many chunks in test_every_two_options.
 @every_contract("float64", "native", name=SEGMENTED, skip=lambda contract, _: contract.rounding > 0)
 def test_over_many_chunks(contract: Contract, name: str) -> None:
-    n = 4 * CHUNK + 5
+    n = 3 * CHUNK + 5
     q, k, v = randoms(1 if "packed" in name else 2, n, 4, 16, g=1, e=3)
     how = over_segments(len(q), n)[name]
     state = random_state(k, v, how)
@@ -180,8 +176,9 @@ def test_eager_works_on_heads_in_groups(contract, b, n, h, g, monkeypatch) -> No
     check(contract, q, k, v, state, **how)
 
 
-@pytest.mark.parametrize("name", MAPS)
-@both_directions
+@pytest.mark.parametrize(
+    ("name", "causal"), [*((name, True) for name in MAPS), ("elu+1", False), ("softmax", False)]
+)
 def test_gradients_are_those_of_finite_differences(name: str, causal: bool) -> None:
     q, k, v = randoms(2, 3, 2, 2, g=1)
     how = use_map(name, 2)

@@ -19,9 +19,14 @@ in_half_precision = pytest.mark.parametrize(
 )
 
 
-@in_half_precision
-@pytest.mark.parametrize("scale", [0.3, 1.0, 6.0])
-@pytest.mark.parametrize("name", GATES)
+# Each strength of gates with each scale, in one dtype or in the other
+@pytest.mark.parametrize(
+    ("name", "scale", "contract"),
+    [
+        pytest.param(*case, HALF[i % 2], id=f"{HALF[i % 2].name}-{case}", marks=HALF[i % 2].marks)
+        for i, case in enumerate(product(GATES, (0.3, 1.0, 6.0)))
+    ],
+)
 def test_long_sequences_are_within_the_contract(name: str, scale: float, contract: Contract) -> None:
     """The size of the terms is linear attention with absolute values: no rotation, no normalizer."""
     q, k, v = randoms(1, N, 2, D, dtype=contract.dtype, scale=scale)

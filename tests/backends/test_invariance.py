@@ -38,6 +38,11 @@ def tokens_for(backend: str) -> int:
     return 20 if backend == "triton" else 70
 
 
+def heads_for(backend: str) -> int:
+    """One in the slow interpreter, which runs a program for each."""
+    return 1 if backend == "triton" else 2
+
+
 # Shifted positions, and calls without keys
 
 
@@ -62,7 +67,8 @@ def test_shifting_all_positions_changes_nothing(explicit: bool, causal: bool, ba
 def test_empty_tensors_give_zeros_and_empty_gradients(b: int, n: int, m: int, backend: str) -> None:
     q, k, v = randoms(b, n, 2, 4, m=m, dtype=torch.float32)
     xpos = Rotary(4, xpos=20.0)
-    for causal, rotary, with_state in product((True, False), (Rotary(4), None, xpos), (True, False)):
+    rotations = (Rotary(4),) if backend == "triton" else (Rotary(4), None, xpos)
+    for causal, rotary, with_state in product((True, False), rotations, (True, False)):
         if (causal and n != m) or (rotary is xpos and not (causal and backend in BACKENDS)):
             continue
         how: dict[str, Any] = {"rotary": rotary}
@@ -85,7 +91,7 @@ def test_empty_tensors_give_zeros_and_empty_gradients(b: int, n: int, m: int, ba
 )
 def test_a_query_without_keys_gives_zero_and_finite_gradients(name: str, causal: bool, backend: str) -> None:
     n = tokens_for(backend)
-    q, k, v = randoms(2, n, 2, 4, dtype=torch.float32)
+    q, k, v = randoms(2, n, heads_for(backend), 4, dtype=torch.float32)
     how = use_map(name, 4)
     mask = torch.ones(2, n, dtype=torch.bool)
     mask[0], mask[1, :3] = False, False
@@ -123,7 +129,7 @@ IN_A_PACK = [*product(("k", "v", "log_decay"), (False, True))]
 
 @of_backends(
     "wrong state_alone", reference=IN_A_PACK, eager=IN_A_PACK, native=IN_A_PACK,
-    triton=[("k", False), ("log_decay", False), ("v", True)],
+    triton=[("log_decay", False), ("v", True)],
 )  # fmt: skip
 def test_a_nan_stays_in_its_packed_sequence(wrong: str, state_alone: bool, backend: str) -> None:
     q, k, v = randoms(1, 12, 1, 4, dtype=torch.float32)
@@ -175,11 +181,11 @@ BY_MAP += [(name, True, (x,)) for name, x in zip(MAPS, cycle(GARBAGE)) if name n
 def test_what_masked_keys_hold_does_not_matter(
     name: str, causal: bool, held: tuple[float, ...], backend: str
 ) -> None:
-    n = tokens_for(backend)
-    q, k, v = randoms(2, n, 2, 4, dtype=torch.float32)
+    n, h = tokens_for(backend), heads_for(backend)
+    q, k, v = randoms(2, n, h, 4, dtype=torch.float32)
     how = use_map(name, 4) | {"causal": causal, "backend": backend, "key_mask": random_mask(2, n)}
     how["rotary"] = Rotary(num_features(how, 4))
-    factors, hidden = torch.full((2, n, 2), 0.02), ~how["key_mask"][..., None]
+    factors, hidden = torch.full((2, n, h), 0.02), ~how["key_mask"][..., None]
     cases = [("write", how)]
     if causal and "erase" not in refused(backend) and not how["feature_map"].log_scaled:
         activation = how["feature_map"].elementwise
@@ -327,7 +333,7 @@ def test_a_float32_state_does_not_narrow_a_float64_call(causal: bool) -> None:
     reference=[("elu+1", torch.float32)], triton=[("elu+1", torch.float32)],
 )  # fmt: skip
 def test_autocast_does_not_narrow_the_sums(backend: str, name: str, dtype: torch.dtype, causal: bool) -> None:
-    q, k, v = randoms(2, tokens_for(backend), 2, 4, dtype=dtype)
+    q, k, v = randoms(2, tokens_for(backend), heads_for(backend), 4, dtype=dtype)
     how = use_map(name, 4) | {"causal": causal, "backend": backend}
     how["rotary"] = Rotary(num_features(how, 4))
     plain = everything(q, k, v, **how)
@@ -350,7 +356,7 @@ BOTH_ORDERS = [*product((True, False), (True, False))]
     triton=[(True, True), (False, False)],
 )  # fmt: skip
 def test_inference_mode_and_training_may_follow_each_other(inference_first, causal, backend) -> None:
-    q, k, v = randoms(2, tokens_for(backend), 2, 4, dtype=torch.float32)
+    q, k, v = randoms(2, tokens_for(backend), heads_for(backend), 4, dtype=torch.float32)
     how: dict[str, Any] = {"rotary": Rotary(4), "causal": causal, "backend": backend}
 
     @torch.inference_mode()

@@ -35,7 +35,7 @@ every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dty
 # Every CPU backend computes the output, the state, the gradients and steps in place of each random call; the campaign
 # draws more of them, and test_every_two_options all pairs of options. In call 586 of
 # seed 11 a gate is closed, and rotated weights cancel to a thousandth.
-@pytest.mark.parametrize(("seed", "start", "count"), [(0, 0, 50), (11, 586, 1)], ids=str)
+@pytest.mark.parametrize(("seed", "start", "count"), [(0, 0, 20), (11, 586, 1)], ids=str)
 def test_random_calls_keep_the_contract(seed: int, start: int, count: int) -> None:
     done, failed = configurations.run(count, seed, start=start, most=300)
     assert failed == []
@@ -75,7 +75,7 @@ def test_where_features_are_signed_the_bound_has_the_normalizer_s_own_cancellati
 
 @every_fast
 def test_the_normalizer_does_not_drift_over_ten_million_tokens(backend: str) -> None:
-    piece, d = 100_000, 4
+    piece, d = 100_000, 2
     generator = torch.Generator().manual_seed(0)
     state, expected = None, torch.zeros(d, dtype=torch.float64)
     for i in range(100):
@@ -91,7 +91,7 @@ def test_the_normalizer_does_not_drift_over_ten_million_tokens(backend: str) -> 
 
 @of_backends("steps", reference=(1, 3, 70), eager=(1, 3, 70), native=(1, 3, 70), triton=(1,))
 def test_the_normalizer_does_not_stall_after_many_tokens(steps: int, backend: str) -> None:
-    d, start, feature, tokens = 4, 2.0**25, 0.25, 40 if steps == 1 else 210
+    d, start, feature, tokens = 4, 2.0**25, 0.25, 16 if steps == 1 else 210
     assert torch.tensor(start) + feature == start  # float32 would stall
     x = torch.full((1, steps, 1, d), feature).log()
     how: dict[str, Any] = {"feature_map": "elu+1", "rotary": Rotary(d), "backend": backend}
@@ -133,7 +133,7 @@ def test_float16_does_not_overflow_in_long_sequences(causal: bool, backend: str)
 def test_future_tokens_do_not_change_one_bit_of_the_past(name: str, backend: str) -> None:
     n, borders = 9 * CHUNK + 9, (16, 32, CHUNK, 3 * CHUNK, 8 * CHUNK, 9 * CHUNK)
     if backend in ("reference", "triton"):  # one has no chunks, the other is slow
-        n, borders = 200, (32, CHUNK, 130)
+        n, borders = 140, (32, 130)
     how = use_map(name, 4) | {"backend": backend}
     how["rotary"] = Rotary(num_features(how, 4))
     # At scale 30 exp overflows, and big sums would swallow small ones.
@@ -156,21 +156,22 @@ def test_future_tokens_do_not_change_one_bit_of_the_past(name: str, backend: str
 @every_kernel
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_key_that_is_no_number_reaches_every_later_query_and_no_earlier_one(wrong, backend) -> None:
-    q, k, v = randoms(1, 150, 2, 4, dtype=torch.float32)
+    n, at, h = (40, 20, 1) if backend == "triton" else (150, 70, 2)
+    q, k, v = randoms(1, n, h, 4, dtype=torch.float32)
     bad = k.clone()
-    bad[:, 70, :, 3] = wrong
-    for name, decay in (("elu+1", None), ("relu", None), ("elu+1", torch.tensor([0.5, 0.9]))):
+    bad[:, at, :, 3] = wrong
+    for name, decay in (("elu+1", None), ("relu", None), ("elu+1", torch.tensor([0.5, 0.9][:h]))):
         how: dict[str, Any] = {"feature_map": name, "rotary": Rotary(4), "decay": decay, "backend": backend}
         out, changed = (linear_rope_attention(q, x, v, **how) for x in (k, bad))
-        assert torch.equal(changed[:, :70], out[:, :70])
-        assert changed[:, 70:].isnan().all() or wrong == float("inf")
+        assert torch.equal(changed[:, :at], out[:, :at])
+        assert changed[:, at:].isnan().all() or wrong == float("inf")
 
 
 @pytest.mark.parametrize(
     ("backend", "n", "g"),
     [("eager", 10**5, 1 - 2.0**-20),
      *(pytest.param("eager", 10**6, g, marks=pytest.mark.long) for g in (0.9, 0.999, 1 - 2.0**-20)),
-     *(pytest.param("native", 10**6, g, marks=NATIVE.marks) for g in (0.9, 0.999, 1 - 2.0**-20))],
+     *(pytest.param("native", 10**6, g, marks=NATIVE.marks) for g in (0.9, 1 - 2.0**-20))],
 )  # fmt: skip
 def test_decay_is_exact_over_a_million_tokens(n: int, g: float, backend: str) -> None:
     """Ones in, the geometric sum out: no power of g over- or underflows, and none is biased."""
@@ -204,7 +205,7 @@ def test_a_decay_of_one_is_none() -> None:
 @of_backends("xpos", eager=(None, 512.0), native=(None,))
 def test_many_decoding_steps_with_decay_are_as_exact_as_one_call(backend: str, xpos: float | None) -> None:
     """Three heads, each with a decay of its own; the keys of the last one count the normalizer."""
-    n, count = 300, 1 - 2.0**-11
+    n, count = 150, 1 - 2.0**-11
     q, k, v = randoms(1, n, 3, 4, dtype=torch.float32, scale=0.3)
     k[:, :, 2] = 0  # whose feature is 1
     decay = torch.tensor([0.999, 0.9999, count], dtype=torch.float64)

@@ -15,6 +15,18 @@ from tests.support.oracle import computes, every_kernel, randoms
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # NumPy's
 # Those that reach a backend as others of the table do
 OTHER_MAPS = [label for label in MAPS if label not in options.OF_EACH_KIND]
+# Values that reach a backend's code as others do. In tests/backends/test_equation.py test_every_map has each map,
+# and test_every_size_of_heads both layouts of a part of the features; make test-long draws these values, too.
+OF_PYTORCH = {
+    "feature_map": {"relu", "relu2", "identity"},
+    "rotary": {"half", "partial", "before the map"},
+}
+OF_KERNELS = {"feature_map": {"taylor2"}, "rotary": {"before the map", "xpos"}}
+OF_THE_INTERPRETER = {
+    "feature_map": {"favor+", "taylor2"},
+    "rotary": {*OF_PYTORCH["rotary"], "yarn", "before the map, theta per head", "xpos"},
+}
+ALIKE = {"native": OF_KERNELS, "triton": OF_THE_INTERPRETER}
 
 
 def draw(contract: Contract, seed: int = 0) -> list[options.Row]:
@@ -22,6 +34,9 @@ def draw(contract: Contract, seed: int = 0) -> list[options.Row]:
     chosen: dict[str, list[str]] = {}
     if contract.backend in ("native", "triton"):
         chosen["rotary"] = [x for x in options.ROTATIONS if x != "xpos"]
+    if seed == 0:
+        alike = ALIKE.get(contract.backend, OF_PYTORCH)
+        chosen |= {name: [x for x in options.OPTIONS[name] if x not in alike[name]] for name in alike}
     if contract.dtype.itemsize == 2:  # the contract does not count what is rounded before a backend has it
         chosen["rotary"] = [x for x in chosen["rotary"] if x != "yarn" and not x.startswith("before")]
         chosen["feature_map"] = ["elu+1", "relu", "relu2", "silu", "identity", "unit silu", "features"]

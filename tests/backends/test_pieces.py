@@ -79,7 +79,7 @@ def tolerance(how: dict[str, Any]) -> float:
 
 
 @every_backend
-@examples(20)
+@examples(12)
 @given(
     options=FADING, cuts=st.lists(st.integers(0, 140), max_size=4).map(sorted), normalize=st.booleans(),
     layout=st.sampled_from([None, "interleaved", "half"]), xpos=st.sampled_from([None, 20.0]),
@@ -103,7 +103,7 @@ def test_a_sequence_cut_anywhere_gives_what_one_call_gives(
     ("name", "layout"), [*zip(MAPS, cycle([None, "interleaved", "half"])), ("elu+1", "half")]
 )
 def test_decoding_token_by_token_gives_what_one_call_gives(name, layout, backend) -> None:
-    n = 12
+    n = 6
     q, k, v = randoms(2, n, 4, 6, g=2, e=5)
     how: dict[str, Any] = use_map(name, 6) | {"backend": backend, "key_mask": random_mask(2, n)}
     f = num_features(how, 6)
@@ -117,7 +117,7 @@ def test_decoding_token_by_token_gives_what_one_call_gives(name, layout, backend
 
 
 @every_backend
-@examples(15)
+@examples(10)
 @given(
     options=FADING, lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5), causal=st.booleans(),
     given_positions=st.booleans(),

@@ -148,7 +148,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@every_contract(case=CASES)
+@every_contract(case=CASES, interpreted=["plain", "packed gates, state"])
 @pytest.mark.usefixtures("short_segments")
 def test_the_state_alone_and_its_gradients_are_the_equation_s(contract, case) -> None:
     packed, n = case.get("packed", False), case.get("n", 70)

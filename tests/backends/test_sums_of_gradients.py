@@ -169,8 +169,9 @@ def test_gradients_are_exact_to_the_size_of_their_own_terms(
     assert ((found - exact).abs() <= 16 * 2.0**-24 * size + 2.0**-126).all()
 
 
-@pytest.mark.parametrize("looks_at_state", [False, True], ids=["out", "out and state"])
-@pytest.mark.parametrize("options", [{}, {"rotary": Rotary(D)}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "looks_at_state"), [({}, False), ({"rotary": Rotary(D)}, True)], ids=["out", "out and state"]
+)
 @pytest.mark.parametrize("backend", ["eager", NATIVE])
 def test_gates_that_are_almost_closed_have_exact_gradients(
     backend: str, options: dict[str, Any], looks_at_state: bool

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linrope import LinearRoPEAttention, Rotary, linear_rope_attention, linear_rope_state
 from tests.support.contract import refused
-from tests.support.oracle import NATIVE, both_directions, randoms
+from tests.support.oracle import NATIVE, randoms
 
 BACKENDS = ("eager", NATIVE)
 ROTARY = Rotary(8)
@@ -119,14 +119,13 @@ def test_reference_has_forward_mode() -> None:
     assert_close(found, (delta(erase * (1 + 1e-6)) - delta(erase * (1 - 1e-6))) / 2e-6, rtol=1e-6, atol=1e-6)
 
 
-@both_directions
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
-def test_second_derivatives_are_refused(backend: str, causal: bool) -> None:
+def test_second_derivatives_are_refused(backend: str) -> None:
     x = inputs(1, 4, 1, 8)
 
     def slope(y: Tensor) -> Tensor:
         leaf = y.requires_grad_()
-        return torch.autograd.grad(loss(leaf, backend, causal=causal), leaf, create_graph=True)[0]
+        return torch.autograd.grad(loss(leaf, backend), leaf, create_graph=True)[0]
 
     def slope_through_the_dispatcher(y: Tensor) -> Tensor:
         with FlopCounterMode(display=False):
@@ -136,21 +135,21 @@ def test_second_derivatives_are_refused(backend: str, causal: bool) -> None:
     for second in (
         lambda: slope(x.clone()).sum().backward(),
         lambda: slope_through_the_dispatcher(x.clone()).sum().backward(),
-        lambda: torch.autograd.functional.hessian(lambda y: loss(y, backend, causal=causal), x),
-        lambda: grad(lambda y: grad(loss)(y, backend, causal=causal).sum())(x),
-        lambda: jacrev(grad(lambda y: loss(y, backend, causal=causal)))(x),
-        lambda: hessian(lambda y: loss(y, backend, causal=causal))(x),
-        lambda: jvp(grad(lambda y: loss(y, backend, causal=causal)), (x,), (x,)),
-        lambda: vmap(hessian(lambda y: loss(y, backend, causal=causal)))(x[None]),
+        lambda: torch.autograd.functional.hessian(lambda y: loss(y, backend), x),
+        lambda: grad(lambda y: grad(loss)(y, backend).sum())(x),
+        lambda: jacrev(grad(lambda y: loss(y, backend)))(x),
+        lambda: hessian(lambda y: loss(y, backend))(x),
+        lambda: jvp(grad(lambda y: loss(y, backend)), (x,), (x,)),
+        lambda: vmap(hessian(lambda y: loss(y, backend)))(x[None]),
     ):
         with pytest.raises(RuntimeError, match=message):
             second()
 
 
 def test_reference_has_second_derivatives() -> None:
-    x, *_ = randoms(1, 3, 1, 8)
+    x, *_ = randoms(1, 2, 1, 8)
     expected = torch.autograd.functional.hessian(lambda y: loss(y, "reference"), x)
     assert_close(hessian(lambda y: loss(y, "reference"))(x), expected)
-    near = 1e-6 * torch.eye(24, dtype=x.dtype).view(24, *x.shape)
+    near = 1e-6 * torch.eye(16, dtype=x.dtype).view(16, *x.shape)
     changes = [grad(loss)(x + d, "reference") - grad(loss)(x - d, "reference") for d in near]
-    assert_close(torch.stack(changes).view(24, 24) / 2e-6, expected.view(24, 24), rtol=1e-6, atol=1e-6)
+    assert_close(torch.stack(changes).view(16, 16) / 2e-6, expected.view(16, 16), rtol=1e-6, atol=1e-6)

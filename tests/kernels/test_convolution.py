@@ -3,6 +3,8 @@
 tests/ops compares them, in Triton's interpreter, with float64.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from linrope_kernels import convolution, repeat
@@ -13,21 +15,17 @@ from tests.ops.cases import differentiate, numbers, relative_error
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 
-@pytest.mark.parametrize("positions", [1, 8, 9, 2000, 2**20])
-@pytest.mark.parametrize("blocks", [1, 3, 255, 256, 4000])
-@pytest.mark.parametrize("rows", [16, 64])
-def test_programs_share_channels_only_where_these_are_few_or_chunks_too_long(
-    blocks: int, positions: int, rows: int
-) -> None:
-    length = convolution.chunk_length(positions, rows, blocks)
-    programs = -(-positions // (rows * length)) * blocks
-    assert length % convolution.UNROLL == 0
-    assert length <= convolution.LONGEST
-    if blocks >= convolution.ENOUGH_PROGRAMS:
-        assert programs == blocks or length == convolution.LONGEST
-    else:
-        assert programs == blocks or length >= convolution.SHORTEST
-        assert programs >= convolution.ENOUGH_PROGRAMS or length <= 2 * convolution.SHORTEST
+def test_programs_share_channels_only_where_these_are_few_or_chunks_too_long() -> None:
+    for positions, blocks, rows in product((1, 8, 9, 2000, 2**20), (1, 3, 255, 256, 4000), (16, 64)):
+        length = convolution.chunk_length(positions, rows, blocks)
+        programs = -(-positions // (rows * length)) * blocks
+        assert length % convolution.UNROLL == 0
+        assert length <= convolution.LONGEST
+        if blocks >= convolution.ENOUGH_PROGRAMS:
+            assert programs == blocks or length == convolution.LONGEST
+        else:
+            assert programs == blocks or length >= convolution.SHORTEST
+            assert programs >= convolution.ENOUGH_PROGRAMS or length <= 2 * convolution.SHORTEST
 
 
 @pytest.mark.parametrize(
@@ -46,8 +44,9 @@ def test_of_many_channels_one_program_sums_over_all_positions(b: int, n: int, c:
     assert -(-positions // (rows * length)) == programs
 
 
-@pytest.mark.parametrize("cuts", [None, [0, 0, 1, 50, 50, 81, 130]], ids=["batch", "packed"])
-@pytest.mark.parametrize("shortest", [1, 32])
+@pytest.mark.parametrize(
+    ("cuts", "shortest"), [(None, 32), ([0, 0, 1, 50, 50, 81, 130], 1)], ids=["batch", "packed"]
+)
 def test_several_programs_per_channel_and_long_chunks(cuts, shortest: int, monkeypatch) -> None:
     monkeypatch.setattr(convolution, "SHORTEST", shortest)
     monkeypatch.setattr(repeat, "_PASSES", {})

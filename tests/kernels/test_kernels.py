@@ -89,12 +89,12 @@ def test_a_float64_state_is_refused() -> None:
 def test_gradients_of_gates_over_many_anchors(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_decay, "ANCHOR", 16)
     monkeypatch.setattr(repeat, "_PASSES", {})
-    b, n, generator = (1, 100, torch.Generator().manual_seed(0)) if packed else (2, 50, torch.Generator())
+    b, n, generator = (1, 70, torch.Generator().manual_seed(0)) if packed else (2, 36, torch.Generator())
     q, k, v = randoms(b, n, 1, 16, e=8, dtype=torch.float32)
     gates = -0.2 * torch.rand(b, n, 1, generator=generator).square()
     how: dict[str, Any] = {"rotary": Rotary(16), "log_decay": gates}
     if packed:  # an empty sequence, one of a single token, one that ends with a segment
-        how["cu_seqlens"] = torch.tensor([0, 40, 40, 41, 73, 100], dtype=torch.int32)
+        how["cu_seqlens"] = torch.tensor([0, 24, 24, 25, 43, 70], dtype=torch.int32)
     triton = next(contract for contract in TABLE if contract.name == "triton")
     mask = torch.rand(b, n, generator=generator) > 0.3
     check(triton, q, k, v, random_state(k, v, how), key_mask=mask, **how)

@@ -12,12 +12,11 @@ from linrope import LinearRoPEAttention
 from tests.ops.cases import numbers, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
-DELTA_RULE = {"erase_gate": "tied", "feature_map": "unit", "normalize": False}
 BLOCKS: dict[str, dict[str, Any]] = {
     "default": {},
-    "gated delta rule": {**DELTA_RULE, "skip": None},
-    "gates per feature": {
-        **DELTA_RULE,
+    "gated delta rule, gates per feature": {
+        "feature_map": "unit",
+        "normalize": False,
         "forget_gate": {"per": "feature"},
         "write_gate": "independent",
         "erase_gate": "independent",

@@ -214,12 +214,12 @@ def one_process(tmp_path) -> Iterator[None]:
 @pytest.mark.filterwarnings(
     "ignore:FSDP2-wrapped module .* returned a view tensor"
 )  # as torch.nn.Linear does
-@every_module
-def test_fsdp_may_hold_every_module_as_a_unit(options) -> None:
+@pytest.mark.parametrize("name", ["paired learned map", "all", "kimi delta attention"])
+def test_fsdp_may_hold_every_module_as_a_unit(name: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    layer = make(**options)
+    layer = make(**ALL[name])
     x, sharded = inputs(layer), copy.deepcopy(layer)
     mesh = init_device_mesh("cpu", (1,))
     for _, module in with_weights(sharded):

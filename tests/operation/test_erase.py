@@ -92,7 +92,7 @@ KINDS = ("open gates", "closed gates", "gates of all sizes", "nearly equal keys"
 @of_backends("kind", reference=KINDS, eager=KINDS, native=KINDS, triton=KINDS[2:])
 def test_float32_stays_within_the_bound(kind: str, backend: str) -> None:
     """out within 16 u M, and gradients as exact, the gates' included, with a loss on the last state too."""
-    n = 70 if backend == "triton" else 300
+    n = 40 if backend == "triton" else 150
     q, k, v = randoms(1, n, 2, 16)
     share = torch.rand(1, n, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     gates = -share / 10
@@ -124,7 +124,7 @@ OF_CALL_AND_ERASE = [
     triton=[(torch.float16, torch.bfloat16), (torch.float32, torch.float64)],
 )  # fmt: skip
 def test_dtypes_may_differ(dtype: torch.dtype, dtype_of_erase: torch.dtype, backend: str) -> None:
-    qkv, data = tokens()
+    qkv, data = tokens(1, 9) if backend == "triton" else tokens()
     qkv, data = [x.to(dtype) for x in qkv], {"erase": data["erase"].to(dtype_of_erase).requires_grad_()}
     out, state = call((qkv, data), backend)
     exact, _ = call(([x.double() for x in qkv], {"erase": data["erase"].double()}), "reference")
@@ -138,7 +138,7 @@ def test_dtypes_may_differ(dtype: torch.dtype, dtype_of_erase: torch.dtype, back
 
 @computing_float32
 def test_a_loss_on_the_state_alone(backend: str) -> None:
-    qkv, data = tokens()
+    qkv, data = tokens(1, 20) if backend == "triton" else tokens()
     leaves = [x.float().requires_grad_() for x in qkv]
     narrow = {name: x.float() for name, x in data.items()}
     _, state = call((leaves, narrow), backend)
@@ -152,17 +152,14 @@ def test_a_loss_on_the_state_alone(backend: str) -> None:
         assert (found - x).abs().max() <= 1e-5 * x.abs().max()
 
 
-@computing
-def test_second_derivatives(backend: str) -> None:
+def test_the_reference_has_second_derivatives() -> None:
     (q, k, v), data = part(tokens(1), slice(4))
-    if backend != "reference":
-        pytest.skip("only the reference has them")
     leaves = [x.requires_grad_() for x in (k, data["erase"])]
 
     def out(k: Tensor, erase: Tensor) -> Tensor:
-        return linear_rope_attention(q, k, v, **WITHOUT, erase=erase, backend=backend)
+        return linear_rope_attention(q, k, v, **WITHOUT, erase=erase, backend="reference")
 
-    assert torch.autograd.gradgradcheck(out, leaves)
+    assert torch.autograd.gradgradcheck(out, leaves, fast_mode=True)
 
 
 @computing

@@ -65,13 +65,17 @@ def run(inputs: Tensors, backend: str, **options: object) -> Tensor:
     return gated_norm(**inputs, backend=backend, **options)
 
 
-@pytest.mark.parametrize("absent", ["none", "weight", "gate", "v skip", "gate v skip"])
+ABSENT = ("none", "weight", "gate", "v skip", "gate v skip")
+
+
 @pytest.mark.parametrize("order", ORDERS, ids=lambda x: "-".join(x.values()))
 @every_backend
-def test_it_is_the_three_lines_with_their_gradients(backend: str, order: dict, absent: str) -> None:
-    inputs = make(over=order["over"])
-    inputs |= {name: None for name in inputs if name in absent.split()}
-    cases.assert_exact(inputs, partial(run, **order), partial(written_out, **order), backend)
+def test_it_is_the_three_lines_with_their_gradients(backend: str, order: dict) -> None:
+    """The native kernels with every input that may be absent, the others with one of them after the other."""
+    for absent in ABSENT if backend == "native" else ABSENT[ORDERS.index(order) % 5 :][:1]:
+        inputs = make(over=order["over"])
+        inputs |= {name: None for name in inputs if name in absent.split()}
+        cases.assert_exact(inputs, partial(run, **order), partial(written_out, **order), backend)
 
 
 SHAPES = {
@@ -84,16 +88,17 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS[::5], ids=lambda x: "-".join(x.values()))
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", SHAPES)
 @every_backend
-def test_of_other_shapes(backend: str, shape: dict, order: dict) -> None:
-    how = {**order, "eps": 0.1} | ({"over": "head"} if "over" in shape else {})
-    inputs = make(**({"over": order["over"]} | shape))
-    cases.assert_exact(inputs, partial(run, **how), partial(written_out, **how), backend)
+def test_of_other_shapes(backend: str, name: str) -> None:
+    shape, orders = SHAPES[name], ORDERS[::5]
+    for order in orders if backend == "native" else orders[[*SHAPES].index(name) % 4 :][:1]:
+        how = {**order, "eps": 0.1} | ({"over": "head"} if "over" in shape else {})
+        inputs = make(**({"over": order["over"]} | shape))
+        cases.assert_exact(inputs, partial(run, **how), partial(written_out, **how), backend)
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda x: "-".join(x.values()))
+@pytest.mark.parametrize("order", ORDERS[::3], ids=lambda x: "-".join(x.values()))
 def test_the_definition_has_first_and_second_derivatives(order: dict) -> None:
     inputs = make(1, 2, 2, 1, 3, over=order["over"])
     cases.assert_twice_differentiable(inputs, partial(run, backend="eager", **order, eps=0.1))
@@ -155,23 +160,25 @@ def test_a_token_has_the_same_bits_whatever_else_is_in_the_call(backend: str) ->
 
 # Triton's interpreter computes with NumPy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize(("name", "over"), [*product(("out", "gate", "v"), ("head", "all"))])
 @every_backend
 def test_what_is_not_finite_stays_in_its_token_and_with_a_norm_per_head_in_its_heads(
-    backend: str, name: str, over: str, value: float, activation: str
+    backend: str, name: str, over: str
 ) -> None:
-    inputs, how = make(over=over), {"over": over, "gate_activation": activation}
-    hostile = inputs | {name: inputs[name].clone()}
-    hostile[name][1, 3].view(-1)[0] = value  # in the first head
+    inputs, hostile = make(over=over), []
+    for value in (torch.inf, -torch.inf, torch.nan):
+        hostile.append(inputs | {name: inputs[name].clone()})
+        hostile[-1][name][1, 3].view(-1)[0] = value  # in the first head
     others, reached = torch.arange(9) != 3, 2 if name == "v" else 1  # two heads share a head of v
     for _ in every_set(backend):
-        clean, y = (run(x, backend, **how).view(2, 9, 4, 20) for x in (inputs, hostile))
-        assert torch.equal(y[0], clean[0])
-        assert torch.equal(y[1, others], clean[1, others])
-        if over == "head" or name == "gate":
-            assert torch.equal(y[1, 3, reached:], clean[1, 3, reached:])
+        for activation in ("silu", "sigmoid"):
+            call = partial(run, backend=backend, over=over, gate_activation=activation)
+            clean, *found = (call(x).view(2, 9, 4, 20) for x in (inputs, *hostile))
+            for y in found:
+                assert torch.equal(y[0], clean[0])
+                assert torch.equal(y[1, others], clean[1, others])
+                if over == "head" or name == "gate":
+                    assert torch.equal(y[1, 3, reached:], clean[1, 3, reached:])
 
 
 @every_backend

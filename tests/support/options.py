@@ -1,7 +1,7 @@
 """The options of linear_rope_attention: a few values of each, and draws in which every two values come together."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -58,7 +58,7 @@ OPTIONS: dict[str, Mapping[str, Any] | Sequence[str]] = {
         "values alone": (1, 1, 3),
     },
     "tokens": {  # of q and of k
-        "two chunks": (70, 70), "one": (1, 1), "none": (0, 0), "many chunks": (261, 261), "few keys": (70, 5),
+        "two chunks": (70, 70), "one": (1, 1), "none": (0, 0), "many chunks": (197, 197), "few keys": (70, 5),
         "few queries": (5, 70), "no keys": (5, 0), "no queries": (0, 5), "four": (4, 4),
     },
     "feature_map": OF_EACH_KIND,
@@ -147,21 +147,22 @@ def draw(seed: int, options: Mapping[str, Sequence[str]] | None = None, *, toget
 def _draw(seed: int, chosen: tuple[tuple[str, tuple[str, ...]], ...], together: int) -> list[Row]:
     options = dict(chosen)
     chance, rows = random.Random(seed), []
-    missing = {
+    missing = dict.fromkeys(  # in an order that does not depend on the process, as a set's does
         frozenset(pairs)
         for some in combinations(options, together)
         for pairs in _products(some, options)
         if fits(dict(pairs))
-    }
+    )
     while missing:
-        row = dict(chance.choice(sorted(map(sorted, missing))))
+        row = dict(chance.choice([*missing]))
         for option in chance.sample([*options], len(options)):
             if option not in row:
                 values = [
                     x for x in chance.sample(options[option], len(options[option])) if fits(row | {option: x})
                 ]
                 row[option] = max(values, key=lambda x: _new(row, (option, x), missing, together))
-        missing -= {frozenset(x) for x in combinations(row.items(), together)}
+        for x in combinations(row.items(), together):
+            missing.pop(frozenset(x), None)
         rows.append({option: row[option] for option in OPTIONS})
     return rows
 
@@ -177,7 +178,9 @@ def _products(
             yield ((some[0], value), *rest)
 
 
-def _new(row: Row, pair: tuple[str, str], missing: set[frozenset[tuple[str, str]]], together: int) -> int:
+def _new(
+    row: Row, pair: tuple[str, str], missing: Container[frozenset[tuple[str, str]]], together: int
+) -> int:
     """How many of the combinations that are still missing the pair adds to the row."""
     return sum(frozenset((*rest, pair)) in missing for rest in combinations(row.items(), together - 1))
 

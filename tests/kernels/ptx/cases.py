@@ -202,7 +202,7 @@ CASES = {
     "silu": Case(mapped("silu", normalize=False)),
     "axes": Case(axial),
     "state alone": Case(join(half, decay, mask), n=190, g=2, segments=True, kind="state"),
-    "steps": Case(plain, b=2, n=5, h=4, g=2, kind="step", sizes=ALL),
+    "steps": Case(plain, b=2, n=3, h=4, g=2, kind="step", sizes=ALL),
     "steps with gates": Case(join(gates, mask, write), b=2, n=5, h=4, g=2, kind="step", sizes=ALL),
     "erase": Case(join(undivided_gates, erase, write), n=120, before=20, **GROUPED, **DELTA),
     "erase per unit": Case(
