@@ -103,7 +103,7 @@ def test_a_sequence_cut_anywhere_gives_what_one_call_gives(
     ("name", "layout"), [*zip(MAPS, cycle([None, "interleaved", "half"])), ("elu+1", "half")]
 )
 def test_decoding_token_by_token_gives_what_one_call_gives(name, layout, backend) -> None:
-    n = 6
+    n = 8
     q, k, v = randoms(2, n, 4, 6, g=2, e=5)
     how: dict[str, Any] = use_map(name, 6) | {"backend": backend, "key_mask": random_mask(2, n)}
     f = num_features(how, 6)

@@ -16,10 +16,8 @@ from benchmarks.configurations import COMMON, FAMILIES, SMALL, model_of
 from linrope.integrations import transformers as linrope_transformers
 
 VOCABULARY = COMMON["vocab_size"][SMALL]
-_NAMES = {*dir(transformers)}  # hasattr would import all families, and each dir() takes a third of a second
-CONFIGURATIONS = [
-    family for family, (kind, _) in FAMILIES.items() if kind in _NAMES
-]  # that this transformers has
+_NAMES = {*dir(transformers)}  # hasattr would import all families; each dir() takes a third of a second
+CONFIGURATIONS = [family for family, (kind, _) in FAMILIES.items() if kind in _NAMES]
 # One family for each set of functions that linrope replaces. make test-newest has all of them.
 _EACH_SET = ("mamba2", "minimax", "qwen3_5", "kimi_linear", "lfm2")
 TESTED = [x for x in CONFIGURATIONS if x in _EACH_SET or os.environ.get("TEST_FAMILIES") == "all"]
