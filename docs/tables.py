@@ -255,7 +255,7 @@ def shakespeare() -> str:
 
 
 def tracking() -> str:
-    """What models make of state tracking, ours and then those that others published."""
+    """The scores in the tasks of state tracking: of our models, then those that others published."""
     tasks = [task for task in report.TASKS if task.startswith("track-")]
     models = {model: f"{words} (`{model}`)" for model, words in TRACKING_MODELS.items()}
     head, *rows = report.together(tasks, models, _study()[0])

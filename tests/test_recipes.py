@@ -146,8 +146,8 @@ PROGRAMS = {
 }
 # Each in one copy of the library. An option and an input change the same line of the reference.
 COPIES = [[name for name in PROGRAMS if name != "A new input per token"], ["A new input per token"]]
-# Of each folder given in JSON runs the programs, in a process of its own. Prints a line of JSON for each: what its
-# programs print, or their tracebacks.
+# Reads JSON with the programs of each folder. Runs those of a folder in a process of its own, and prints a line of JSON
+# with what they printed, or with their tracebacks.
 RUN = """
 import contextlib, io, json, os, sys, traceback
 import torch  # once for all

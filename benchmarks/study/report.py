@@ -165,7 +165,7 @@ def page(folder: Path) -> str:
 
 
 def _section(kind: str, tasks: Sequence[str], runs: dict[str, Rows]) -> str:
-    """What the tasks ask, their conditions, and a table."""
+    """The text below a heading: each task's description and settings, then one table for all of them."""
     if len(tasks) == 1:
         (task,) = tasks
         return f"{TASKS[task][1]}\n\n**{task}**: {_conditions(runs[task])}\n\n{table(task, runs[task])}"

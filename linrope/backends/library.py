@@ -115,7 +115,7 @@ def _try() -> None:
     """Compares the kernels with plain PyTorch where they have not been tested. If they differ, none of them runs."""
     global _untried, _difference
     _untried = False  # the comparison asks why_not, too
-    # By name, because it stands above all that it calls.
+    # Imported at run time, because first_use imports modules that import this one
     try:
         found = import_module("linrope.first_use").difference()
     except Exception as error:

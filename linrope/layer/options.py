@@ -139,7 +139,8 @@ class OutNormOptions:
             raise ValueError(f"out_norm: got eps={self.eps!r}, expected a positive finite number")
 
 
-# Of each kind: its option in LayerConfig, the field that may be given alone, and whether True stands for the defaults
+# For each class: its option in LayerConfig; the field that a value other than a dict sets, if there is one; and whether
+# True gives the class with its defaults
 _FORMS: dict[type, tuple[str, str | None, bool]] = {
     ForgetGateOptions: ("forget_gate", None, True),
     DecayOptions: ("decay", "name", False),

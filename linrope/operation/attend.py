@@ -227,7 +227,7 @@ def _writes_in_place(call: Call) -> bool:
 
 
 def _angle_fits(call: Call) -> bool:
-    """True if the memory of the incoming state's angle has room for the next angle: a row for every head."""
+    """True if the state's tensor of angles can hold the new ones. It may have one row for all heads."""
     assert call.angle_steps is not None
     angle = None if call.state is None else call.state.angle
     return angle is not None and angle.shape[1] >= call.angle_steps.shape[2]

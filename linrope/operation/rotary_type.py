@@ -7,7 +7,7 @@ _ROTATE, _TURNS = ("__call__", "cos_sin", "angles"), "turns_per_position"
 
 
 def check_overridden(rotary: Rotary, rotates_before_map: bool) -> None:
-    """Refuses a subclass that changes the angles where the call does not read them, or where no state would tell."""
+    """Refuses a subclass that changes the angles where the call does not read them, or whose states look alike."""
     own = [name for name in (*_ROTATE, _TURNS) if getattr(type(rotary), name) is not getattr(Rotary, name)]
     if not own:
         return

@@ -382,7 +382,8 @@ class Rotary:
         return _LONG_LIST.sub("[..]", self.identity)
 
 
-_NAMES = frozenset((*vars(Rotary), *vars(Rotary(2))))  # of methods and of attributes
+# Rotary's methods and attributes, which cannot be set after __init__
+_NAMES = frozenset((*vars(Rotary), *vars(Rotary(2))))
 
 
 def _xpos_log_decay(dim: int, rotary_dim: int, layout: str, length: float) -> Tensor:

@@ -12,7 +12,7 @@ LENGTH = 16384
 
 
 def least(blocks: int, piece: int, call: str) -> int:
-    """Of three runs, because a heap that earlier tests have cut up adds to a peak, and never takes from it."""
+    """The smallest peak of three runs. A heap that earlier tests have fragmented can only make a peak larger."""
     return min(peak(64, blocks, LENGTH, piece, call) for _ in range(3))
 
 

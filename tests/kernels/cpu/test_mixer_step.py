@@ -126,7 +126,7 @@ def projected(arguments: dict[str, Any], dim: int = 24) -> tuple[dict[str, Any],
 
 
 def make_pools(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Seven rows of what is written; rows 5, 0 and 3 begin as those of the call."""
+    """Pools of seven rows for the tensors that the step overwrites. Rows 5, 0 and 3 are the sequences of the call."""
     pools = {}
     for key in WRITTEN:
         if (x := arguments[key]) is not None:
