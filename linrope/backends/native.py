@@ -106,7 +106,7 @@ def attend(call: Call, state: LinearAttentionState | None) -> tuple[Tensor, Sums
         return out, None
     if sums is not None and slots is not None:  # the kernel has written the pool's rows
         if call.erase is not None:
-            sums.z.index_fill_(0, slots, 0)
+            _clear_z(sums.z, slots)
         _count_write(*sums)
         return out, sums
     return out, Sums(kv, z, call.last_angle(None if sums is None else sums.angle))
@@ -146,6 +146,8 @@ class Step:
         of_state = kv, position, z if call.erase is None else None
         angle_and_slots = (angle, slots) if self._has_angle_or_slots else ()
         out = self._run(*dense_heads(self._tensors_of(call), 3), *of_state, log_decay, *angle_and_slots)
+        if call.erase is not None:
+            _clear_z(z, slots)
         if in_place:
             _count_write(kv, z, position, angle)
         return out, sums, position
@@ -172,6 +174,8 @@ def _step(call: Call, state: LinearAttentionState) -> tuple[Tensor, Sums]:
         **{name: getattr(call, name) for name in TOKEN_INPUTS},
     }
     out = library.run_by_name("step", token | positions(call) | settings(call))
+    if call.erase is not None:
+        _clear_z(sums.z, slots)
     if in_place:
         _count_write(*sums)
     return out if same_dtype else out.to(call.v.dtype), sums
@@ -196,8 +200,6 @@ def _memory_of_step(call: Call, state: LinearAttentionState, in_place: bool) -> 
     if not in_place:
         kv, z = (x.clone(memory_format=torch.contiguous_format) for x in (kv, z))
         angle = None if angle is None else angle.clone(memory_format=torch.contiguous_format)
-    if call.erase is not None:  # the next state is one without z
-        z.zero_() if rows.slots is None else z.index_fill_(0, rows.slots, 0)
     if call.angle_steps is not None:
         heads, pairs = call.angle_steps.shape[2:]
         if angle is None:  # the state was made without angle_steps
@@ -205,6 +207,11 @@ def _memory_of_step(call: Call, state: LinearAttentionState, in_place: bool) -> 
         elif angle.shape[1] < heads:  # or with steps that all heads share
             angle = angle.expand(-1, heads, -1).clone(memory_format=torch.contiguous_format)
     return Sums(kv, z, angle), rows.slots
+
+
+def _clear_z(z: Tensor, slots: Tensor | None) -> None:
+    """Makes a state one without z, as it is after a call with erase: once the kernel has refused nothing."""
+    z.zero_() if slots is None else z.index_fill_(0, slots, 0)
 
 
 def _count_write(*written: Tensor | None) -> None:

@@ -246,6 +246,21 @@ def test_a_donated_state_loses_its_z(backend: str) -> None:
     assert last.z.abs().max() == 0
 
 
+@computing_float32
+@torch.no_grad()
+def test_a_refused_step_leaves_a_donated_state_as_it_was(backend: str) -> None:
+    qkv, data = part(tokens(), slice(1))
+    qkv = [x.float() for x in qkv]
+    how: dict[str, Any] = {"feature_map": feature_maps.make("unit", F, activation="elu+1")}
+    state = linear_rope_state(*qkv[1:], **how)  # its z, which a call with erase sets to 0, is not 0
+    before = state.clone()
+    how |= {"normalize": False, "erase": data["erase"].float(), "log_decay": torch.ones(B, 1, G)}
+    with pytest.raises(ValueError, match="log_decay: got up to 1, expected numbers <= 0"):
+        linear_rope_attention(*qkv, state=state.donate(), backend=backend, **how)
+    assert torch.equal(state.kv, before.kv)
+    assert torch.equal(state.z, before.z)
+
+
 @computing
 def test_a_pool_must_be_made_without_z(backend: str) -> None:
     qkv, data = tokens()
