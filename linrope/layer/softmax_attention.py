@@ -19,6 +19,7 @@ from linrope.layer.recording import record
 from linrope.layer.typed_options import Options, SharedOptions
 from linrope.operation.checks import check_mask, check_packing
 from linrope.operation.positions import resolve_positions, spell_out_positions
+from linrope.operation.rotary_type import check_overridden
 from linrope.recurrence.packing import owners
 from linrope.rotation.rotary import Rotary
 
@@ -78,6 +79,8 @@ class SoftmaxAttention(Mixer):
         if config.has_selective_steps or isinstance(config.rotary, nn.Module):
             raise ValueError(f"rotary={rotary!r}: expected a rotation without steps")
         self.rotary = make_rotary(config.rotary, self.head_dim)
+        if self.rotary is not None:
+            check_overridden(self.rotary, rotates_before_map=True)  # q and k are rotated here, too
         if (r := self.rotary) and (r.dim != self.head_dim or r.axes is not None or r.xpos is not None):
             raise ValueError(f"rotary={rotary}: expected dim={self.head_dim}, without axes and xpos")
 

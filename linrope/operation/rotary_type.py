@@ -1,28 +1,41 @@
 """The checks of the class of a rotation."""
 
+from collections.abc import Collection
+
 from linrope.rotation.rotary import Rotary
 
 # What a call reads of a rotation's angles: with rope_order="before" the first three, which call each other
 _ROTATE, _TURNS = ("__call__", "cos_sin", "angles"), "turns_per_position"
+_GIVEN = ("theta", "frequencies", "xpos_log_decay")  # what Rotary's own arguments say
 
 
 def check_overridden(rotary: Rotary, rotates_before_map: bool) -> None:
     """Refuses a subclass that changes the angles where the call does not read them, or whose states look alike."""
-    own = [name for name in (*_ROTATE, _TURNS) if getattr(type(rotary), name) is not getattr(Rotary, name)]
+    kind = type(rotary)
+    own = [name for name in (*_GIVEN, *_ROTATE, _TURNS) if getattr(kind, name) is not getattr(Rotary, name)]
     if not own:
         return
-    if own != [_TURNS] if rotates_before_map else _TURNS in own:
-        if type(rotary).identity is Rotary.identity:
-            raise TypeError(
-                f"rotary: got {type(rotary).__name__} with its own {', '.join(own)}, expected its own identity "
-                "too, which tells apart its objects that turn by other angles"
-            )
-        return
-    order, read = ("before", "angles") if rotates_before_map else ("after", _TURNS)
-    raise TypeError(
-        f"rotary: got {type(rotary).__name__} with its own {', '.join(own)}, which rope_order={order!r} does not call; "
-        f"expected its own {read}, or a plain Rotary and angles that depend on the data as angle_steps"
-    )
+    got = f"rotary: got {kind.__name__} with its own {', '.join(own)}"
+    if not set(own).isdisjoint(_GIVEN):
+        raise TypeError(
+            f"{got}; expected to give Rotary theta or xpos, or its own angles or {_TURNS}, and identity"
+        )
+    is_read = own != [_TURNS] if rotates_before_map else _TURNS in own
+    if not is_read:
+        order, read = ("before", "angles") if rotates_before_map else ("after", _TURNS)
+        raise TypeError(
+            f"{got}, which rope_order={order!r} does not call; expected its own {read}, or a plain Rotary and "
+            "angles that depend on the data as angle_steps"
+        )
+    if _first_with(["identity"], kind) > _first_with(own, kind):
+        raise TypeError(
+            f"{got}, expected its own identity too, which tells apart its objects that turn by other angles"
+        )
+
+
+def _first_with(names: Collection[str], kind: type) -> int:
+    """Which of a class and its parents, counted from 0, is the first to define one of the names."""
+    return next(i for i, each in enumerate(kind.__mro__) if not vars(each).keys().isdisjoint(names))
 
 
 def check_rotary_type(rotary: object) -> None:

@@ -17,6 +17,13 @@ ROTATIONS = ("interleaved", None)
 every_rotation = pytest.mark.parametrize("rotary", ROTATIONS)
 
 
+class Slower(Rotary):
+    identity = "slower"  # type: ignore[assignment]
+
+    def turns_per_position(self, device: torch.device) -> Tensor:
+        return super().turns_per_position(device) // 2
+
+
 def make(rotary: str | Rotary | None = "interleaved", **options) -> SoftmaxAttention:
     torch.manual_seed(0)
     layer = SoftmaxAttention(8, 2, rotary=rotary, **options).double()
@@ -231,10 +238,15 @@ def test_attention_factor_scales_queries_and_keys() -> None:
         ({"rotary": Rotary(4, xpos=512)}, "without axes and xpos"),
         ({"embed_dim": 9}, "embed_dim=9: expected a multiple of num_heads=2"),
         ({"causal": "no"}, "causal='no': expected True or False"),
+        (
+            {"rotary": Slower(4)},
+            "got Slower with its own turns_per_position, which rope_order='before' does not call",
+        ),
     ],
 )
 def test_impossible_layers_are_refused(options, message: str) -> None:
-    with pytest.raises(TypeError if "causal" in options else ValueError, match=message):
+    of_a_type = "causal" in options or "its own" in message
+    with pytest.raises(TypeError if of_a_type else ValueError, match=message):
         SoftmaxAttention(**{"embed_dim": 8, "num_heads": 2, **options})
 
 

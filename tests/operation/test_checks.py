@@ -227,8 +227,18 @@ def test_a_rotation_whose_angles_a_call_would_not_read_is_refused(
     assert not torch.equal(
         attend(rotary=kind(D), rope_order=other), attend(rotary=Rotary(D), rope_order=other)
     )
-    nameless = type("Nameless", (kind,), {"identity": Rotary.identity})(D)
+    changed = {"angles": kind.angles, "turns_per_position": kind.turns_per_position}
+    for nameless in (type("Nameless", (Rotary,), changed), type("Nameless", (kind,), changed)):
+        with pytest.raises(
+            TypeError, match=r"^rotary: got Nameless with its own .*, expected its own identity too"
+        ):
+            attend(rotary=nameless(D), rope_order=other)
+
+
+@pytest.mark.parametrize("name", ["theta", "frequencies", "xpos_log_decay"])
+def test_a_rotation_that_says_in_its_own_words_what_it_was_given_is_refused(name: str) -> None:
+    rotary = type("Other", (Slower,), {name: property(lambda self: None)})(D)
     with pytest.raises(
-        TypeError, match=r"^rotary: got Nameless with its own .*, expected its own identity too"
+        TypeError, match=rf"^rotary: got Other with its own {name}, .*; expected to give Rotary"
     ):
-        attend(rotary=nameless, rope_order=other)
+        attend(rotary=rotary)
