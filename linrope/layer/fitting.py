@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linrope.feature_maps import FeatureMap, PairedMap
 from linrope.layer.options import map_in_words
 from linrope.operation import checks
+from linrope.rotation.rotary import Rotary
 
 
 def check_parts(layer: Any) -> None:
@@ -16,9 +18,26 @@ def check_parts(layer: Any) -> None:
     rotated = layer.head_dim if before else fmap.feature_dim
     checks.check_rotary(layer.rotary, rotated, layer.num_state_heads, layer.causal, before)
     checks.check_axes(layer.rotary, layer._decay is not None)
+    if not before:
+        check_pairs(fmap, layer.rotary)
     name = map_in_words(layer.config.feature_map)
     if layer.erase_gate is not None:
         checks.check_parts_with_erase(fmap, layer.rotary, name, "an erase_gate")
+
+
+def check_pairs(fmap: FeatureMap, rotary: Rotary | None) -> None:
+    """Raises ValueError if a rotation turns features together that a paired map has not made equal."""
+    if not isinstance(fmap, PairedMap) or rotary is None:
+        return
+    if rotary.layout != fmap.layout:
+        raise ValueError(
+            f"feature_map: got a paired map with layout={fmap.layout!r}, expected the rotation's, {rotary.layout!r}"
+        )
+    if rotary.layout == "half" and rotary.rotary_dim != rotary.dim:
+        raise ValueError(
+            f"rotary: got rotary_dim={rotary.rotary_dim}, expected all {rotary.dim} features of a paired map with "
+            "layout='half'"
+        )
 
 
 def check_inputs(

@@ -24,12 +24,14 @@ def test_a_saved_config_is_the_same(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_seed_of_a_random_map_is_saved() -> None:
-    made = config(feature_map={"name": "paired", "inner": "favor+", "num_features": 16})
+    paired = {"name": "paired", "inner": "favor+", "layout": "half", "num_features": 16}
+    all_features = {"rope_theta": 1e4}
+    made = config(feature_map=paired, rope_parameters=all_features)
     assert isinstance(made.feature_map, dict)
-    assert set(made.feature_map) == {"name", "inner", "num_features", "seed"}
+    assert set(made.feature_map) == {"name", "inner", "layout", "num_features", "seed"}
     again = LinRopeConfig.from_dict(made.to_dict())
     assert again.feature_map == made.feature_map
-    one, other = (causal_lm(feature_map=c.feature_map) for c in (made, again))
+    one, other = (causal_lm(feature_map=c.feature_map, rope_parameters=all_features) for c in (made, again))
     projections = [m.model.layers[1].self_attn.feature_map.inner.projection for m in (one, other)]
     assert torch.equal(*projections)
 

@@ -25,7 +25,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hedgehog": {"feature_map": "hedgehog"},
     "t2r": {"feature_map": "t2r", "out_norm": "all"},
     "rebased": {"feature_map": "rebased", "head_dim": 4},
-    "paired t2r": {"feature_map": {"name": "paired", "inner": "t2r"}},
+    "paired t2r": {
+        "feature_map": {"name": "paired", "inner": "t2r", "layout": "half"},
+        "rope_parameters": {"rope_theta": 1e4},
+    },
     "favor+": {"feature_map": "favor+"},
     "hybrid": {"full_attention_interval": 2, "feature_map": "hedgehog"},
     "converted": {},
