@@ -25,6 +25,8 @@ def suspected(call: Call) -> bool:
     if v.shape[1] != m == v.shape[2] or _queries_swapped(q, k):
         return True
     g = v.shape[2]  # gates, steps, theta and states have v's heads
+    if m == g:
+        return False
     swapped = (g, m)
     per_token = [getattr(call, name) for name in TOKEN_INPUTS]
     return (

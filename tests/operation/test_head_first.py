@@ -74,6 +74,13 @@ def test_other_errors_say_nothing_of_it(k: Tensor, options: dict[str, Any]) -> N
     assert HINT not in str(error.value)
 
 
+def test_as_many_tokens_as_value_heads_are_no_sign_of_it() -> None:
+    k, v = tensors(1, H, G), tensors(1, H, H)
+    with pytest.raises(ValueError, match="eps") as error:
+        call(k, k, v, log_decay=torch.zeros(1, H, H), eps=-1.0)
+    assert HINT not in str(error.value)
+
+
 def test_more_heads_than_models_have_are_a_warning_unless_there_are_more_tokens_or_a_state() -> None:
     def state(length: int, heads: int, **options: Any) -> LinearAttentionState:
         return linear_rope_state(*[tensors(1, length, heads, 2)] * 2, **options)
