@@ -43,11 +43,12 @@ def state_from_sums(
         position: (b,) int64, the position of the next token. Default: 0, which is right for any number of earlier
             tokens if the calls pass no positions, and neither the rotation nor the map depends on them.
         angle: (b, g or 1, pairs) int64, the sum of the angle steps in 2^-64 turns, if the calls have angle_steps.
-        log_scale: (b, g) float64, required if the map returns a log_scale; leaving it out raises no error but
-            gives wrong results. kv and z are then the sums times e^-log_scale.
+        log_scale: (b, g) float64, required if the map returns a log_scale, and None otherwise. kv and z are then the
+            sums times e^-log_scale.
 
     Raises:
-        TypeError, ValueError: a tensor of another type or shape, or an unknown name.
+        TypeError, ValueError: a tensor of another type or shape, an unknown name, or a log_scale that the map does not
+            return or that is missing.
 
     Source: Katharopoulos et al. 2020, arXiv 2006.16236, eq. 18 and 19; RoFormer eq. 19.
 
@@ -80,6 +81,11 @@ def state_from_sums(
                 f"feature_map={feature_map!r}: got kv of {features} features, expected {expected}"
             )
         raise ValueError(f"kv: got {features} features, expected the {fmap.feature_dim} of {feature_map}")
+    scaled = fmap is not None and fmap.log_scaled
+    if scaled != (log_scale is not None):
+        expected = "a tensor (b, g), zeros for sums that are not scaled" if scaled else "None"
+        got = "None" if log_scale is None else "a tensor"
+        raise ValueError(f"log_scale: got {got}, expected {expected}, with feature_map={feature_map!r}")
     identity = identity_of(fmap, rotary, rope_order)
     if z is None:
         identity += WITHOUT_Z

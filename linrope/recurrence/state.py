@@ -159,7 +159,9 @@ class LinearAttentionState:
         """
         if not states:
             raise ValueError("states: got none, expected at least one")
-        first, rows = states[0], [state.rows().tensors() for state in states]
+        # The identity with the fewest unknown digests, so that all are compared with what is known
+        first = min(states, key=lambda state: state.identity.count("#?"))
+        rows = [state.rows().tensors() for state in states]
         name = "angle_gradient_path"
         if paths := [tensors[name] for tensors in rows if name in tensors]:
             for x in rows:  # calls without gradients leave these zeros out

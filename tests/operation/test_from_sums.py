@@ -113,6 +113,8 @@ def test_other_calls_copy_swapped_memory() -> None:
         ({"position": torch.zeros(1)}, TypeError, "state.position: got torch.float32, expected int64"),
         ({"feature_map": "elu"}, ValueError, "feature_map='elu'"),
         ({"feature_map": "taylor2"}, ValueError, "feature_map='taylor2': got kv of 4 features, expected the object"),
+        ({"feature_map": "exp"}, ValueError, r"log_scale: got None, expected a tensor \(b, g\), .* feature_map='exp'"),
+        ({"log_scale": torch.zeros(1, 2)}, ValueError, r"log_scale: got a tensor, expected None, .*='elu\+1'"),
         ({"rope_order": "during"}, ValueError, "rope_order='during'"),
         ({"rotary": "half"}, TypeError, "rotary: got str, expected a Rotary, such as Rotary.dim"),
     ],

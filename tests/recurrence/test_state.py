@@ -230,7 +230,10 @@ def test_one_state_joins_to_itself_and_one_of_a_compiled_call_to_others() -> Non
     known = replace(some_state(), identity="T2R#0123456789abcdef; None")
     assert_same(LinearAttentionState.cat([known]), known)
     inside = replace(known, identity="T2R#?; None")
-    assert LinearAttentionState.cat([known, inside]).identity == known.identity
+    for states in ([known, inside], [inside, known]):
+        assert LinearAttentionState.cat(states).identity == known.identity
+    with pytest.raises(ValueError, match="states: got identities"):
+        LinearAttentionState.cat([inside, known, replace(known, identity="T2R#fedcba9876543210; None")])
 
 
 def test_a_pool_has_rows_for_no_sequence() -> None:
