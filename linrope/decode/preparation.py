@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from linrope.backends import native
-from linrope.common.private_names import watched
+from linrope.common.private_names import has_global_hooks, watched
 from linrope.decode.model_step import ModelStep
 from linrope.decode.parts import DecodableModel, ModelParts
 from linrope.layer.attention import LinearRoPEAttention
@@ -99,4 +99,6 @@ def _why_not_now() -> str | None:
     """The reason why no step can take the place of a call at present; None: it can."""
     if watched():
         return "a compiler or a transformation that watches the call"
+    if has_global_hooks():
+        return "a hook on all modules"
     return "autocast" if torch.is_autocast_enabled("cpu") else None

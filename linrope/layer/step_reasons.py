@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.backends import native
-from linrope.common.private_names import has_global_hooks, hooks_of
+from linrope.common.private_names import hooks_of
 from linrope.common.writable import check_writable
 from linrope.feature_maps import ElementwiseMap, UnitMap
 from linrope.feature_maps.base import is_changed
@@ -54,8 +54,7 @@ def why_not_calls(modules: Sequence[nn.Module], kinds: tuple[type, ...] = _KINDS
     for module in modules:
         if type(module) not in kinds or not vars(module).keys().isdisjoint(_METHODS):
             return f"a module of another kind, {type(module).__name__}"
-        active = any(getattr(hook, "__module__", None) != _IDLE_HOOKS for hook in hooks_of(module))
-        if active or has_global_hooks():
+        if any(getattr(hook, "__module__", None) != _IDLE_HOOKS for hook in hooks_of(module)):
             return f"a hook on {type(module).__name__}"
     return None
 
@@ -76,7 +75,7 @@ def why_not_options(layer: Any) -> str | None:
     if not is_changed(fmap) and backend_map(fmap)[0] not in native.MAPS:  # why_not_calls names hooks
         return f"feature_map={fmap}"
     if layer.angle_steps is not None or (layer.rotary is not None and not _is_plain(layer.rotary)):
-        return "a rotation with steps, axes, xpos or an attention factor"
+        return "a rotation with steps, axes, xpos, an attention factor or a class of its own"
     # Read from the layer what its call reads there: it may differ from the config.
     values = vars(layer.config) | {
         "causal": layer.causal,
@@ -98,7 +97,8 @@ def why_not_options(layer: Any) -> str | None:
 
 
 def _is_plain(rotary: Rotary) -> bool:
-    return rotary.axes is None and rotary.xpos is None and rotary.attention_factor == 1
+    """A subclass's angles may change from call to call."""
+    return type(rotary) is Rotary and rotary.axes is rotary.xpos is None and rotary.attention_factor == 1
 
 
 def why_not_state(layer: Any, identity: str, state: Any) -> str | None:

@@ -43,6 +43,15 @@ class Tripled(Tensor):
         return 3 * y.as_subclass(Tensor) if function is nn.functional.linear else y
 
 
+class Halved(Rotary):
+    """Its angles may change from call to call."""
+
+    identity = Rotary(8, rotary_dim=2).identity  # type: ignore[assignment]
+
+    def turns_per_position(self, device: torch.device) -> Tensor:
+        return super().turns_per_position(device) // 2
+
+
 def triple(module: nn.Module) -> None:
     module.weight = nn.Parameter(module.weight.detach().as_subclass(Tripled))
 
@@ -83,6 +92,7 @@ CHANGES: dict[str, tuple[Callable[[Layer], object], bool]] = {
     "a bias appears": (lambda x: setattr(x.g_proj, "bias", nn.Parameter(torch.ones(64))), True),
     "the order of parameters": (register_again, True),
     "all weights were rounded": (lambda x: x.bfloat16().float(), True),
+    "a rotation of another class": (lambda x: setattr(x, "rotary", Halved(8, rotary_dim=2)), False),
     "a projection is another": (lambda x: setattr(x, "k_proj", nn.Linear(32, 32)), True),
     "a projection has a class of its own": (lambda x: setattr(x, "v_proj", Doubles(32, 64)), False),
     "a projection's class is another": (lambda x: setattr(x.g_proj, "__class__", Doubles), False),
@@ -188,15 +198,19 @@ def test_whatever_the_call_reads_the_step_reads_too(options: dict[str, Any]) -> 
                 taken(layer, x, before, 1e-4)  # compares the two
 
 
+@pytest.mark.parametrize("from_the_start", [False, True])
 @torch.no_grad()
-def test_a_hook_that_is_removed_is_noticed_too() -> None:
+def test_a_hook_that_is_removed_is_noticed_too(from_the_start: bool) -> None:
     layer, x, state = make()
     for add in (
-        lambda: layer.q_proj.register_forward_hook(double),
-        lambda: nn.modules.module.register_module_forward_hook(lambda *_: None),
+        lambda layer: layer.q_proj.register_forward_hook(double),
+        lambda _: nn.modules.module.register_module_forward_hook(lambda *_: None),
     ):
-        assert taken(layer, x, state)
-        handle = add()
+        if from_the_start:
+            layer, x, state = make()
+        else:
+            assert taken(layer, x, state)
+        handle = add(layer)
         assert not taken(layer, x, state)
         handle.remove()
     assert taken(layer, x, state)
