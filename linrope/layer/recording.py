@@ -22,7 +22,7 @@ from linrope.recurrence.call import TOKEN_INPUTS
 
 StateAfter = Callable[[int], Any]  # from a number of tokens: the state after as many of the call's first ones
 # Caches keep what they need to go back by this many tokens, or to their beginning. Drafts are shorter.
-LONGEST = 256
+TOKENS_BACK = 256
 
 _PER_TOKEN = (*TOKEN_INPUTS, "key_mask")  # (b, n, ..)
 

@@ -153,7 +153,7 @@ class LayerStep:
         return type(None), ()  # a copy of the layer makes a step of its own
 
     def fits(self, layer: Any) -> bool:
-        """Whether a new step of the layer would be this one."""
+        """Whether nothing has changed that this step has read from the layer."""
         try:
             return (
                 len(vars(layer)) == self._count

@@ -44,9 +44,8 @@ class Plan:
     backend: Backend | None = None  # ``backends.choose`` looks at the features: the first call fills it in
     # For one more token of each sequence, without a mask, packing or positions of its own
     step: native.Step | None = None
-    # True: a backend gets the call's own tensors, apart from gates out of range, at positions that are the same in all
-    # such calls. The first such call fills in ``tokens``, the positions, and for the backend native ``direct``, which
-    # computes the later ones.
+    # True: all such calls have the same positions, and a backend gets their own tensors but for gates out of range. The
+    # first one fills in ``tokens``, the positions, and for the backend native ``direct``, which computes the others.
     steady: bool = False
     tokens: Tokens | None = None
     direct: Steady | None = None

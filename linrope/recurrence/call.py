@@ -34,9 +34,9 @@ class Inputs:
 class TokenLayout:
     """The tokens' positions, and which tokens are hidden or packed."""
 
-    positions: Any = (
-        None  # Tensor (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n; None: by default
-    )
+    # Tensor (b or 1, n), (b or 1, n, axes), or (b or 1, 1): the first of n that follow each other. None: from 0 or the
+    # state's position
+    positions: Any = None
     key_positions: Tensor | None = None  # the same for keys; None: the queries' positions
     key_mask: Tensor | None = None  # (b, m) bool; False: hidden
     cu_seqlens: Tensor | None = None  # (s + 1,), b is then 1: bounds of packed sequences; see ``bounds``
@@ -58,8 +58,8 @@ class Settings:
 class Resolved:
     """What the operation makes of ``rotary`` and of the map for the backends."""
 
-    # That of a UnitMap whose activation is ``feature_map``: features have this length in queries, and 1 in keys. 0: the
-    # map is ``feature_map`` alone.
+    # Of a UnitMap, whose activation ``feature_map`` names then: its features have this length in queries, 1 in keys.
+    # 0: there is none, and ``feature_map`` is the whole map.
     query_factor: float = 0.0
 
     theta_turns: Tensor | None = None  # (axes, g or 1, pairs) int64: theta in 2^-64 turns per position

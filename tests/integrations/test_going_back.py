@@ -17,7 +17,7 @@ from transformers.generation import GenerationMixin
 
 from linrope.backends import native
 from linrope.integrations import transformers as linrope_transformers
-from linrope.layer.recording import LONGEST
+from linrope.layer.recording import TOKENS_BACK
 from tests.support.families import CACHE, TESTED, cache_of, model, relative, tokens
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
@@ -189,14 +189,14 @@ def test_recording_may_begin_after_a_prompt(family: str) -> None:
 @torch.no_grad()
 def test_the_past_of_a_long_text_is_bounded() -> None:
     family = "qwen3_5"
-    net, ids = model(family), tokens(1, 3 * LONGEST)
+    net, ids = model(family), tokens(1, 3 * TOKENS_BACK)
     with linrope_transformers.enable(family):
         cache = recording_cache(family, net)
-        for piece in ids.split((2 * LONGEST + 50, LONGEST - 51, 1), 1):
+        for piece in ids.split((2 * TOKENS_BACK + 50, TOKENS_BACK - 51, 1), 1):
             net(piece, use_cache=True, **cache)
         (made,) = cache.values()
         past = made.layers[0].linrope_past
-        assert LONGEST <= past.tokens <= 2 * LONGEST
+        assert TOKENS_BACK <= past.tokens <= 2 * TOKENS_BACK
         assert sum(x.untyped_storage().nbytes() // x.nbytes for x in past.calls[0].values()) == len(
             past.calls[0]
         )
@@ -204,9 +204,9 @@ def test_the_past_of_a_long_text_is_bounded() -> None:
             RuntimeError, match=rf"got {past.tokens + 1} tokens, expected at most {past.tokens}"
         ):
             made.crop(-past.tokens - 1)
-        made.crop(-LONGEST)
-        got = net(ids[:, 2 * LONGEST : 2 * LONGEST + 9], use_cache=True, **cache).logits
-        expected = net(ids[:, : 2 * LONGEST + 9], use_cache=False, logits_to_keep=9).logits
+        made.crop(-TOKENS_BACK)
+        got = net(ids[:, 2 * TOKENS_BACK : 2 * TOKENS_BACK + 9], use_cache=True, **cache).logits
+        expected = net(ids[:, : 2 * TOKENS_BACK + 9], use_cache=False, logits_to_keep=9).logits
     assert relative(got, expected) < 2e-5
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from linrope.common.private_names import GENERATES_WITH_DRAFTS, REFUSES_DRAFTS
 from linrope.decode.with_cache import CACHES
-from linrope.layer.recording import LONGEST
+from linrope.layer.recording import TOKENS_BACK
 from linrope.operation.from_sums import state_from_sums
 from linrope.operation.functional import linear_rope_attention
 from linrope.recurrence.state import LinearAttentionState
@@ -54,7 +54,7 @@ class Past:
             self.before = None if before is None else before.clone()
         self.calls.append(tokens)
         self.read += tokens["v"].shape[1]
-        if (surplus := self.tokens - LONGEST) > LONGEST:
+        if (surplus := self.tokens - TOKENS_BACK) > TOKENS_BACK:
             self.before, inputs = self.sums(surplus), self._joined()
             self.calls = [{name: x[:, surplus:].clone() for name, x in inputs.items()}]
 
@@ -152,7 +152,7 @@ def _cut_inputs(layer: Any) -> None:
     """Cuts the convolution's inputs, which transformers keeps since the last crop, to those that a crop may need."""
     past: Past | None = getattr(layer, _ATTRIBUTE, None)
     for i, x in layer.conv_states.items():
-        surplus = 0 if x is None else x.shape[-1] - layer.conv_kernel_size[i] - 2 * LONGEST
+        surplus = 0 if x is None else x.shape[-1] - layer.conv_kernel_size[i] - 2 * TOKENS_BACK
         if surplus > 0:
             layer.conv_states[i] = x[..., surplus:].clone()
             if past is not None and i == 0:

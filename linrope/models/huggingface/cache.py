@@ -10,7 +10,7 @@ from transformers import Cache
 
 from linrope.common.writable import is_read_only
 from linrope.layer.key_value_state import KeyValueState
-from linrope.layer.recording import LONGEST, StateAfter
+from linrope.layer.recording import TOKENS_BACK, StateAfter
 from linrope.layer.state import LayerState
 from linrope.layer.states import State, read_states, write_states
 from linrope.models.huggingface.cache_name import CACHE
@@ -70,7 +70,7 @@ class StateLayer:
             return
         kept = (before.k.shape[1], before.conv) if isinstance(before, KeyValueState) else before
         self.past.append(_Call(tokens, kept, after))
-        while sum(x.tokens for x in self.past[1:]) >= LONGEST:
+        while sum(x.tokens for x in self.past[1:]) >= TOKENS_BACK:
             del self.past[0]
 
     def put(self, state: State | None) -> None:

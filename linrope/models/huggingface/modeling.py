@@ -24,7 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from linrope.distributed.shard import Shard
 from linrope.layer.norm import RMSNorm, silu_product
-from linrope.layer.recording import LONGEST, recording
+from linrope.layer.recording import TOKENS_BACK, recording
 from linrope.layer.states import State
 from linrope.models.huggingface.cache import LinRopeCache, StateLayer, check_lengths, copy_of
 from linrope.models.huggingface.cache_name import CACHE, NAMES, BaseOutput, CausalLMOutput, either_cache_name
@@ -104,7 +104,9 @@ class LinRopeLayer(GradientCheckpointingLayer):
             y = self.self_attn(x, state=state, return_state=return_state, **tokens)
             return y if return_state else (y, None)
         n = x.shape[1]
-        first = 0 if n <= 2 * LONGEST else n - LONGEST  # only the end of a long text can be removed again
+        first = (
+            0 if n <= 2 * TOKENS_BACK else n - TOKENS_BACK
+        )  # only the end of a long text can be removed again
         parts = []
         if first:
             y, state = self.self_attn(

@@ -15,7 +15,7 @@ from tests.models.huggingface.tiny import KINDS, causal_lm, tokens
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 GREEDY = {"do_sample": False, "eos_token_id": None}
-LONGEST = 32  # an eighth of the cache's own, for fewer steps
+TOKENS_BACK = 32  # an eighth of the cache's own, for fewer steps
 
 
 def recording_cache(model: Any) -> LinRopeCache:
@@ -156,19 +156,21 @@ def test_a_prepared_step_is_taken_between_drafts(monkeypatch: pytest.MonkeyPatch
 @torch.no_grad()
 def test_the_past_of_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cache_module, modeling):
-        monkeypatch.setattr(module, "LONGEST", LONGEST)
-    model, ids = causal_lm(), tokens(1, 3 * LONGEST)
+        monkeypatch.setattr(module, "TOKENS_BACK", TOKENS_BACK)
+    model, ids = causal_lm(), tokens(1, 3 * TOKENS_BACK)
     cache = recording_cache(model)
-    read = 2 * LONGEST + 14
-    out = [model(x, cache=cache).logits for x in ids[:, :read].split([2 * LONGEST + 9, *(1,) * 5], 1)]
+    read = 2 * TOKENS_BACK + 14
+    out = [model(x, cache=cache).logits for x in ids[:, :read].split([2 * TOKENS_BACK + 9, *(1,) * 5], 1)]
     recorded = sum(call.tokens for call in cache.layers[0].past)
-    assert recorded == LONGEST + 5
-    for _ in range(LONGEST):
+    assert recorded == TOKENS_BACK + 5
+    for _ in range(TOKENS_BACK):
         model(ids[:, :1], cache=cache)
-    assert sum(call.tokens for call in cache.layers[0].past) == LONGEST
-    with pytest.raises(RuntimeError, match=rf"crop\({-LONGEST - 1}\): expected 0 .. {-LONGEST}, the tokens"):
-        cache.crop(-LONGEST - 1)
-    cache.crop(-LONGEST)
+    assert sum(call.tokens for call in cache.layers[0].past) == TOKENS_BACK
+    with pytest.raises(
+        RuntimeError, match=rf"crop\({-TOKENS_BACK - 1}\): expected 0 .. {-TOKENS_BACK}, the tokens"
+    ):
+        cache.crop(-TOKENS_BACK - 1)
+    cache.crop(-TOKENS_BACK)
     out.append(model(ids[:, read : read + 5], cache=cache).logits)
     torch.testing.assert_close(torch.cat(out, 1), model(ids[:, : read + 5]).logits)
 
