@@ -15,7 +15,7 @@ from linrope.feature_maps.state_identity import Identified
 # Features (..., f); from a log_scaled map also the logarithm (...) of the factor of each token's features.
 Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
-_METHODS = frozenset(("forward", "queries", "keys"))
+METHODS = frozenset(("forward", "queries", "keys"))  # what calls of a map, or of another module, run
 
 
 class FeatureMap(Identified):
@@ -53,7 +53,7 @@ class FeatureMap(Identified):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         names_it = next(each for each in cls.__mro__ if "elementwise" in vars(each))
-        cls.computes_what_it_names = all(getattr(cls, name) is getattr(names_it, name) for name in _METHODS)
+        cls.computes_what_it_names = all(getattr(cls, name) is getattr(names_it, name) for name in METHODS)
 
     def forward(self, q: Tensor | None, k: Tensor | None) -> tuple[Features | None, Features | None]:
         """(phi(q), psi(k)); None stays None."""
@@ -73,7 +73,7 @@ def is_feature_map(x: object) -> bool:
 
 def is_changed(module: nn.Module) -> bool:
     """True if a call of the module does more than its class says: a hook, or another method put in its place."""
-    return bool(hooks_of(module)) or not _METHODS.isdisjoint(vars(module))
+    return bool(hooks_of(module)) or not METHODS.isdisjoint(vars(module))
 
 
 def widen(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from linrope.backends import native
 from linrope.common.private_names import hooks_of
 from linrope.common.writable import check_writable
 from linrope.feature_maps import ElementwiseMap, UnitMap
-from linrope.feature_maps.base import is_changed
+from linrope.feature_maps.base import METHODS, is_changed
 from linrope.layer.config import OPTIONS
 from linrope.layer.feature_gate import FeatureForgetGate
 from linrope.layer.norm import OutputNorm, RMSNorm
@@ -31,7 +31,6 @@ _COMPUTED = frozenset(
         *("short_conv", "out_norm", "skip", "gate"),
     )
 )
-_METHODS = ("forward", "queries", "keys")  # what calls of a module, or of a map, run
 _KINDS = (
     nn.Linear,
     RMSNorm,
@@ -52,7 +51,7 @@ def why_not_calls(modules: Sequence[nn.Module], kinds: tuple[type, ...] = _KINDS
     kinds: the classes that they may have.
     """
     for module in modules:
-        if type(module) not in kinds or not vars(module).keys().isdisjoint(_METHODS):
+        if type(module) not in kinds or not METHODS.isdisjoint(vars(module)):
             return f"a module of another kind, {type(module).__name__}"
         if any(getattr(hook, "__module__", None) != _IDLE_HOOKS for hook in hooks_of(module)):
             return f"a hook on {type(module).__name__}"
