@@ -1,10 +1,11 @@
-"""Checks that a state can be written in place, before the first write, so that none is half written."""
+"""Checks before a state is written in place, so that none is half written, and of the rows that are written or read."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from linrope.common.argument_checks import check_integer_tensors
 from linrope.common.tracing import values_readable
 
 
@@ -91,3 +92,14 @@ def check_slots(slots: object, rows: int, device: torch.device) -> None:
         numbers = slots.tolist()
         if numbers and (len(set(numbers)) < len(numbers) or not 0 <= min(numbers) <= max(numbers) < rows):
             raise ValueError(f"slots: got {numbers}, expected different rows 0 .. {rows - 1}")
+
+
+def rows_to_copy(index: Tensor, sequences: int, device: torch.device) -> Tensor:
+    """index (b') as int64 on the device. Raises unless it counts a state's sequences, of which it may repeat some."""
+    check_integer_tensors(index=index)
+    if index.ndim != 1:
+        raise ValueError(f"index: got shape {tuple(index.shape)}, expected (b,)")
+    index = index.to(device).long()  # uint8 would select as a mask
+    if values_readable(index) and index.numel() and not 0 <= index.min() <= index.max() < sequences:
+        raise IndexError(f"index: got {index.tolist()}, expected numbers 0 .. {sequences - 1}")
+    return index

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from linrope.common.argument_checks import check_integer_tensors
+from linrope.common.writable import rows_to_copy
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,10 +85,8 @@ class KeyValueState:
 
     def reorder(self, index: Tensor) -> "KeyValueState":
         """Selects the sequences at index (b',), as beam search does, which repeats some and drops others."""
-        check_integer_tensors(index=index)
-        if index.ndim != 1:
-            raise ValueError(f"index: got shape {tuple(index.shape)}, expected (b,)")
-        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device).long()))
+        rows = rows_to_copy(index, len(self.k), self.k.device)
+        return self._map(lambda tensor: tensor.index_select(0, rows))
 
 
 torch.serialization.add_safe_globals([KeyValueState])

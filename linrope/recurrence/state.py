@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.common.argument_checks import check_integer_tensors
 from linrope.common.files import load_tensors, save_tensors
 from linrope.common.private_names import pytree
 from linrope.common.tracing import values_readable
-from linrope.common.writable import check_slots, check_sources, write_rows
+from linrope.common.writable import check_slots, check_sources, rows_to_copy, write_rows
 from linrope.recurrence.identities import may_replace, same_identity
 
 _FORMAT, _VERSION = "linrope.LinearAttentionState", 1
@@ -301,12 +300,7 @@ class LinearAttentionState:
 
         With slots, index counts the slots, and the copy has none.
         """
-        check_integer_tensors(index=index)
-        if index.ndim != 1:
-            raise ValueError(f"index: got shape {tuple(index.shape)}, expected (b,)")
-        index = index.to(self.kv.device).long()  # uint8 would select as a mask
-        if values_readable(index) and index.numel() and not 0 <= index.min() <= index.max() < self.sequences:
-            raise IndexError(f"index: got {index.tolist()}, expected numbers 0 .. {self.sequences - 1}")
+        index = rows_to_copy(index, self.sequences, self.kv.device)
         return self._select(index if self.slots is None else self.slots[index])
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -136,6 +136,8 @@ def test_states_are_copied_and_reordered() -> None:
         state.reorder(torch.tensor([True, False]))
     with pytest.raises(ValueError, match=r"index: got shape \(1, 1\), expected \(b,\)"):
         state.reorder(torch.tensor([[0]]))
+    with pytest.raises(IndexError, match=r"index: got \[2\], expected numbers 0 .. 1"):
+        state.reorder(torch.tensor([2]))
 
 
 def test_a_state_of_another_theta_is_refused() -> None:
