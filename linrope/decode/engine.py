@@ -256,7 +256,7 @@ class Engine:
                 pieces.append((x, piece))
             if x.finish_reason:
                 if x.session:
-                    x.states = self.serving.states(x.slot)
+                    x.last_states = self.serving.states(x.slot)
                 self._leave(x)
                 pieces.append((x, None))
         return pieces
@@ -336,11 +336,19 @@ class Engine:
         return True
 
     def save(self, generation: Generation) -> None:
-        """Keeps the last states and the last token, which they have not read, for the next request of the session."""
-        if generation.states is None:
-            raise ValueError("generation: got one that has not ended, expected its last states")
+        """Keeps the last states and the last token, which they have not read, for the next request of the session.
+
+        Raises:
+            ValueError: the generation has no session, or has not ended with "stop" or "length" while it had one.
+        """
+        session = _session_of(generation)
+        if generation.last_states is None:
+            raise ValueError(
+                f"generation: got one without last states, finish_reason={generation.finish_reason!r}, expected one "
+                "that ended with 'stop' or 'length' and had its session then"
+            )
         metadata = {"model": self.digest, "unread": json.dumps(generation.unread)}
-        write_states(_session_of(generation), _SESSION, generation.states, metadata)
+        write_states(session, _SESSION, generation.last_states, metadata)
 
 
 def _session_of(generation: Generation) -> Path:

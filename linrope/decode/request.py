@@ -25,7 +25,8 @@ class Generation:
         top_p: the least likely tokens are left out, as long as the others have at least this probability together.
         seed: of the request's own generator of random numbers; None: an arbitrary one.
         stops: the texts, or bytes, before which the text ends.
-        session: a file that keeps the states between requests; see ``Engine.load`` and ``Engine.save``.
+        session: a file that keeps the states between requests; see ``Engine.load`` and ``Engine.save``. Set it before
+            the end.
         inbox: the caller's own; the engine does not use it.
         prefix: how many of the first tokens other requests begin with, too. The engine reads them once, and keeps the
             states after them. At least one token must follow.
@@ -44,8 +45,8 @@ class Generation:
     session: Path | None = None
     inbox: Any = None
     prefix: int = field(default=0, kw_only=True)
-    # The states to continue from; with a session, replaced by the last states when the generation ends
-    states: list[Any] | None = None
+    states: list[Any] | None = None  # those to continue from
+    last_states: list[Any] | None = None  # those after the end, of a generation with a session
     submitted: bool = False
     slot: int = -1  # the row in the pools, while it runs
     generated: int = 0

@@ -302,6 +302,42 @@ def test_a_generation_is_loaded_once(model, tmp_path) -> None:
     assert generation.unread == [5, 1]
 
 
+def test_only_the_states_after_the_end_of_a_session_are_saved(model, tmp_path) -> None:
+    """Not those that the session began with, whose next tokens are gone from ``unread``."""
+    engine, session = make(model), tmp_path / "session"
+
+    def ended(**options: Any) -> Generation:
+        generation = Generation([*b"prompt"], max_tokens=2, **options)
+        if generation.session is not None and session.exists():
+            assert engine.load(generation)
+        engine.submit(generation)
+        engine.step()
+        return generation
+
+    first = ended(session=session)
+    engine.step()
+    engine.save(first)
+    saved = session.read_bytes()
+    running = ended(session=session)
+    with pytest.raises(ValueError, match=r"generation: got .* finish_reason=None, expected .* ended"):
+        engine.save(running)
+    engine.fail(running, RuntimeError("no memory"))
+    with pytest.raises(ValueError, match=r"generation: got .* finish_reason='error', expected .* ended"):
+        engine.save(running)
+    cancelled = ended(session=session)
+    cancelled.cancelled = True
+    engine.step()
+    without = ended()
+    engine.step()
+    with pytest.raises(ValueError, match="session: got None, expected the file"):
+        engine.save(without)
+    without.session = session
+    for generation in (cancelled, without):
+        with pytest.raises(ValueError, match=r"generation: got .* had its session then"):
+            engine.save(generation)
+    assert session.read_bytes() == saved
+
+
 def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> None:
     engine = make(model, slots=2)
     two_rows = [state.reorder(torch.tensor([0, 0])) for state in engine.serving.empty]
