@@ -88,8 +88,8 @@ def check_integers(**arguments: object) -> None:
             raise TypeError(f"{argument}={value!r}: expected an integer")
 
 
-def check_sizes(**arguments: int | None) -> None:
-    """Raises TypeError or ValueError unless each argument is a whole number of at least 1, or None.
+def check_sizes(least: int = 1, /, **arguments: int | None) -> None:
+    """Raises TypeError or ValueError unless each argument is a whole number of at least 1, or ``least``, or None.
 
     >>> from linrope.common.argument_checks import check_sizes
     >>> check_sizes(num_heads=0)
@@ -98,8 +98,8 @@ def check_sizes(**arguments: int | None) -> None:
     """
     check_integers(**arguments)
     for argument, value in arguments.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{argument}={value}: expected at least 1")
+        if value is not None and value < least:
+            raise ValueError(f"{argument}={value}: expected at least {least}")
 
 
 def check_numbers(**arguments: object) -> None:

@@ -63,7 +63,7 @@ def test_bytes_are_drawn_by_their_probabilities() -> None:
     logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(count, 4)
     drawn = [Generation([1], seed=seed) for seed in range(count)]
 
-    def frequencies(temperature: float, top_p: float) -> list[float]:
+    def frequencies(temperature: float, top_p: float | None) -> list[float]:
         for x in drawn:
             x.temperature, x.top_p = temperature, top_p
         found = torch.bincount(torch.tensor(choose(drawn, logits)), minlength=4)
@@ -71,7 +71,8 @@ def test_bytes_are_drawn_by_their_probabilities() -> None:
 
     squares = [0.0225, 0.25, 0.0025, 0.09]
     near = {"abs": 0.032}  # four standard deviations
-    assert frequencies(1, 1) == pytest.approx([0.15, 0.5, 0.05, 0.3], **near)
+    for all_tokens in (1, None):
+        assert frequencies(1, all_tokens) == pytest.approx([0.15, 0.5, 0.05, 0.3], **near)
     assert frequencies(1, 0.75) == pytest.approx([0, 0.625, 0, 0.375], **near)
     assert frequencies(0.5, 1) == pytest.approx([x / sum(squares) for x in squares], **near)
     assert frequencies(1, 0) == frequencies(0, 1) == [0, 1, 0, 0]
@@ -252,7 +253,9 @@ def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
         (lambda _: Generation([1], max_tokens=0), "max_tokens=0"),
         (lambda _: Generation([1], temperature=float("nan")), "temperature=nan"),
         (lambda _: Generation([1], temperature=-1.0), r"temperature=-1\.0"),
+        (lambda _: Generation([1], temperature=float("inf")), "temperature=inf"),
         (lambda _: Generation([1], top_p=1.5), r"top_p=1\.5"),
+        (lambda _: Generation([1], seed=2**64), "seed=18446744073709551616: expected an integer of 64 bits"),
         (lambda _: Generation([1], stops=[b".", b""]), "got an empty sequence"),
     ],
 )
