@@ -49,7 +49,7 @@ class _Target(NamedTuple):
     name: str
     make: Callable[[Any], Any]  # the replacement, from transformers' own
     like: _Function | None  # has the parameters that transformers' function must have
-    computes: str | None = None  # what linrope computes, in words for ``replaced``
+    computes: str | None = None  # the part of a model, in words for ``replaced``
 
 
 class _Ours(NamedTuple):
@@ -185,7 +185,10 @@ def disable(*families: str) -> None:
 
 
 def replaced(model: nn.Module) -> tuple[str, ...]:
-    """Names the parts of this model that run on linrope now; there are none if the C++ kernels are missing.
+    """Names the parts of this model in whose place enable() has put linrope's; none if the C++ kernels are missing.
+
+    It looks at no sizes. A call beyond the kernels' limits, such as Mamba-2 with a state_size of 512, still runs
+    transformers' own code, and the logger "linrope.integrations.transformers" says why.
 
     Raises TypeError if model is not an nn.Module.
 
