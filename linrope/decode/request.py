@@ -34,7 +34,7 @@ class Generation:
 
     Raises:
         TypeError: unread is no list of integers, or stops is no list of texts or bytes.
-        ValueError: a token is negative, a stop sequence is empty, or a number is out of range.
+        ValueError: a token is negative or no integer of 64 bits, a stop sequence is empty, or a number is out of range.
     """
 
     unread: list[int]

@@ -250,6 +250,10 @@ def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
         ),
         (lambda model: make(model).load(Generation([1])), "session: got None"),
         (lambda _: Generation([1, -1]), r"unread: got \[1, -1\], expected tokens 0 \.\."),
+        (
+            lambda _: Generation([2**70, 1], prefix=1),
+            r"unread: got \[1180591620717411303424, 1\], expected tokens",
+        ),
         (lambda _: Generation([1], max_tokens=0), "max_tokens=0"),
         (lambda _: Generation([1], temperature=float("nan")), "temperature=nan"),
         (lambda _: Generation([1], temperature=-1.0), r"temperature=-1\.0"),
