@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from linrope.common.argument_checks import check_sizes
+from linrope.common.optional import need
 from linrope.decode import generate
 from linrope.decode.sampling import LOWEST_TEMPERATURE, check_sampling
 from linrope.decode.text import encode
 from linrope.models import LanguageModel
-from linrope.models.training.optional import need
 
 
 class _Bytes:

@@ -16,6 +16,7 @@ from torch import nn
 
 from linrope import backends
 from linrope.common.argument_checks import expected_one_of
+from linrope.common.optional import need
 from linrope.common.private_names import forward_behind_hooks
 from linrope.decode.with_cache import CACHES
 from linrope.integrations.transformers import delta_rule, mamba2, minimax, packing, past, refusals, shared
@@ -274,18 +275,8 @@ def _alike(name: str) -> list[str]:
     return []
 
 
-def _transformers() -> ModuleType:
-    try:
-        return importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        message = "transformers is missing; install linrope[huggingface]"
-        raise ModuleNotFoundError(message, name=error.name) from error
-
-
 def _in_transformers(family: str) -> bool:
-    _transformers()
+    need("transformers", "linrope[huggingface]")
     return importlib.util.find_spec(f"transformers.models.{family}") is not None
 
 
@@ -300,7 +291,7 @@ def _that_fit(families: list[str]) -> Iterator[tuple[str, list[_Target]]]:
 
 def _targets(family: str) -> list[_Target]:
     """The functions to replace in a family. Raises RuntimeError if they are not as linrope knows them."""
-    _transformers()
+    need("transformers", "linrope[huggingface]")
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     classes = {name: x for name, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__}
     models = [x for name, x in classes.items() if name.endswith("Model") and _reads_tokens(x)]
