@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from linrope.common.optional import need
 from linrope.layer.state import LayerState
-from linrope.models.folders import checkpoints, latest_checkpoint
+from linrope.models.checkpoint_folders import checkpoints, latest_checkpoint
 from linrope.models.language_model import LanguageModel, State, States
 from linrope.models.training.batch import NO_TARGET, Batch, evenly_spaced_rows, row_starts
 from linrope.models.training.checkpoint import (
