@@ -105,6 +105,7 @@ TYPES = [
     ({"positions": np.arange(N)}, r"positions: got ndarray, expected"),
     ({"state": (1, 2)}, r"state: got tuple, expected LinearAttentionState"),
     ({"feature_map": 3}, r"feature_map: got int, expected a name"),
+    ({"feature_map": type("Half", (torch.nn.Module,), {"feature_dim": D})()}, r"feature_map: got Half, expected"),
     ({"rotary": "half"}, r"rotary: got str, expected a Rotary, such as Rotary\(dim\), or None"),
 ]  # fmt: skip
 

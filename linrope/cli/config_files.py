@@ -7,6 +7,8 @@ from typing import Any
 
 import typer
 
+from linrope.common.optional import need
+
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Makes the file's values the defaults of this call; options on the command line override them.
@@ -62,8 +64,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_yaml(text: str) -> Any:
     """Reads YAML without aliases: a few hundred bytes of these stand for more than fits into memory."""
-    from linrope.models.training.optional import need
-
     yaml = need("yaml", "linrope[cli]")
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]

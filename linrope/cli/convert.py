@@ -16,6 +16,7 @@ from linrope.cli.checks import check_at_least, check_feature_map, check_folder, 
 from linrope.cli.console import console
 from linrope.cli.devices import pick_device
 from linrope.cli.layer_flags import FLAGS, check_flags, chosen_options, layer_flags
+from linrope.common.optional import need
 from linrope.layer.config import LayerConfig
 
 if TYPE_CHECKING:  # where --help would wait for it
@@ -90,7 +91,6 @@ def convert(
     from linrope.cli.training import Lines
     from linrope.common.files import replace_file
     from linrope.models.training import Corpus
-    from linrope.models.training.optional import need
 
     for package in ("transformers", "peft")[: 1 + (finetune == "lora")]:
         need(package, "linrope[huggingface]")

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linrope.common.argument_checks import check_sizes
+from linrope.common.optional import need
 from linrope.decode import generate
-from linrope.decode.generation import LOWEST_TEMPERATURE, check_sampling
+from linrope.decode.sampling import LOWEST_TEMPERATURE, check_sampling
 from linrope.decode.text import encode
 from linrope.models import LanguageModel
-from linrope.models.training.optional import need
 
 
 class _Bytes:
@@ -52,7 +53,8 @@ def stream(
         temperature, top_k, top_p, seed: as in ``linrope.models.generate``.
     """
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    check_sampling(count, **sampling, seed=seed)
+    check_sizes(0, max_new_tokens=count)
+    check_sampling(**sampling, seed=seed)
     special = not isinstance(model, LanguageModel)
     tokens = torch.tensor(
         [encode(tokenizer, prompt, special=special)], device=next(model.parameters()).device

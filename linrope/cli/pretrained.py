@@ -9,9 +9,9 @@ from torch import nn
 from linrope import backends
 from linrope.backends import native
 from linrope.common.files import parse_json
+from linrope.common.optional import need
 from linrope.integrations.transformers import Enabled, enable
 from linrope.integrations.transformers.families import families_of, say_once
-from linrope.models.training.optional import need
 from linrope.models.training.tokenizer import load_tokenizer
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from linrope.common.files import parse_json, replace_file
+from linrope.common.optional import need
 from linrope.models.training import Trainer
-from linrope.models.training.optional import need
 
 _SMOOTHING = 0.95  # weight of the earlier steps in the printed loss, a running mean
 _SECONDS = 5.0  # between two lines

@@ -5,10 +5,11 @@ Nothing here imports PyTorch: the options of the command line use these checks t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +76,29 @@ def check_bools(**arguments: object) -> None:
             raise TypeError(f"{argument}={value!r}: expected True or False")
 
 
+def is_integer(x: object) -> bool:
+    """True for a whole number, also one of numpy."""
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def is_number(x: object) -> bool:
+    """True for a finite number, also one of numpy."""
+    return is_integer(x) or (isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(x))
+
+
+def plain(x: Any) -> Any:
+    """Python's own number in place of one of numpy, which JSON cannot hold. Anything else stays as it is.
+
+    >>> import numpy
+    >>> from linrope.common.argument_checks import plain
+    >>> plain(numpy.int64(4)), plain(numpy.float32(0.5)), plain("half")
+    (4, 0.5, 'half')
+    """
+    if isinstance(x, (int, float)) or not isinstance(x, Real):
+        return x
+    return int(x) if isinstance(x, Integral) else float(x)
+
+
 def check_integers(**arguments: object) -> None:
     """Raises TypeError unless each argument is a whole number, or None.
 
@@ -84,12 +108,12 @@ def check_integers(**arguments: object) -> None:
     TypeError: num_heads=4.0: expected an integer
     """
     for argument, value in arguments.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+        if value is not None and not is_integer(value):
             raise TypeError(f"{argument}={value!r}: expected an integer")
 
 
-def check_sizes(**arguments: int | None) -> None:
-    """Raises TypeError or ValueError unless each argument is a whole number of at least 1, or None.
+def check_sizes(least: int = 1, /, **arguments: int | None) -> None:
+    """Raises TypeError or ValueError unless each argument is a whole number of at least 1, or ``least``, or None.
 
     >>> from linrope.common.argument_checks import check_sizes
     >>> check_sizes(num_heads=0)
@@ -98,8 +122,8 @@ def check_sizes(**arguments: int | None) -> None:
     """
     check_integers(**arguments)
     for argument, value in arguments.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{argument}={value}: expected at least 1")
+        if value is not None and value < least:
+            raise ValueError(f"{argument}={value}: expected at least {least}")
 
 
 def check_numbers(**arguments: object) -> None:

@@ -41,7 +41,7 @@ class CacheRows:
     """The rows of a model of transformers.
 
     Args:
-        model: it.
+        model: the model whose rows these are.
         states: those of a sequence, whose layers show what the model's caches consist of.
 
     Raises:

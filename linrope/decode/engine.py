@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linrope.common.argument_checks import check_integers
+from linrope.common.argument_checks import check_sizes
 from linrope.common.files import parse_json
 from linrope.decode.parts import DecodableModel
 from linrope.decode.prefixes import Prefixes
 from linrope.decode.request import Generation, Pieces
+from linrope.decode.sampling import LOWEST_TEMPERATURE, likeliest_first
 from linrope.decode.serving_models import serving_model
 from linrope.decode.text import Decoder, check_tokens, encode
 from linrope.decode.with_cache import longest_text
@@ -81,16 +82,14 @@ class Engine:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel or another module")
-        check_integers(slots=slots, queue=queue, budget=budget, prefix_bytes=prefix_bytes)
+        check_sizes(slots=slots)
+        check_sizes(0, queue=queue, prefix_bytes=prefix_bytes)
+        check_sizes(16, budget=budget)
         if tokenizer is not None and not hasattr(tokenizer, "eos_token_id"):
             raise TypeError(
                 f"tokenizer: got {type(tokenizer).__name__}, expected one of transformers, such as "
                 "PreTrainedTokenizerFast(tokenizer_object=tokenizer)"
             )
-        least_values = {"slots": (slots, 1), "queue": (queue, 0), "budget": (budget, 16)}
-        for name, (value, least) in (least_values | {"prefix_bytes": (prefix_bytes, 0)}).items():
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value}: expected at least {least}")
         self.model, self.slots, self.queue = model.eval().requires_grad_(False), slots, queue
         self.serving = serving_model(model, slots)
         self.tokenizer, tokens = tokenizer, 256 if tokenizer is None else len(tokenizer)
@@ -256,7 +255,7 @@ class Engine:
                 pieces.append((x, piece))
             if x.finish_reason:
                 if x.session:
-                    x.states = self.serving.states(x.slot)
+                    x.last_states = self.serving.states(x.slot)
                 self._leave(x)
                 pieces.append((x, None))
         return pieces
@@ -336,11 +335,19 @@ class Engine:
         return True
 
     def save(self, generation: Generation) -> None:
-        """Keeps the last states and the last token, which they have not read, for the next request of the session."""
-        if generation.states is None:
-            raise ValueError("generation: got one that has not ended, expected its last states")
+        """Keeps the last states and the last token, which they have not read, for the next request of the session.
+
+        Raises:
+            ValueError: the generation has no session, or has not ended with "stop" or "length" while it had one.
+        """
+        session = _session_of(generation)
+        if generation.last_states is None:
+            raise ValueError(
+                f"generation: got one without last states, finish_reason={generation.finish_reason!r}, expected one "
+                "that ended with 'stop' or 'length' and had its session then"
+            )
         metadata = {"model": self.digest, "unread": json.dumps(generation.unread)}
-        write_states(_session_of(generation), _SESSION, generation.states, metadata)
+        write_states(session, _SESSION, generation.last_states, metadata)
 
 
 def _session_of(generation: Generation) -> Path:
@@ -353,11 +360,15 @@ def choose(generations: list[Generation], logits: Tensor) -> list[int]:
     """The next token of each: the likeliest one at temperature 0, else a random one by its own generator."""
     if not any(x.temperature for x in generations):  # without a sort of large vocabularies
         return logits.argmax(-1).tolist()
-    settings = [(x.temperature, x.top_p, x.random.random() if x.temperature else 0) for x in generations]
+    settings = [
+        (x.temperature, 1 if x.top_p is None else x.top_p, x.random.random() if x.temperature else 0)
+        for x in generations
+    ]
     temperature, top_p, draws = logits.new_tensor(settings, dtype=torch.float64)[..., None].unbind(1)
-    order = logits.double().sort(dim=-1, descending=True, stable=True)
-    p = (order.values / temperature.clamp(min=1e-6)).softmax(-1)
-    p[:, 1:][(p.cumsum(-1) - p >= top_p)[:, 1:]] = 0  # tokens outside of the top_p nucleus
+    temperature = temperature.clamp(min=LOWEST_TEMPERATURE)
+    tokens, p = likeliest_first(
+        logits.double(), temperature, top_p, stable=True
+    )  # as argmax at temperature 0
     sums = p.cumsum(-1)
     rank = (sums <= draws * sums[:, -1:]).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
-    return order.indices.gather(-1, rank)[:, 0].tolist()
+    return tokens.gather(-1, rank)[:, 0].tolist()

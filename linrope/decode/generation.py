@@ -12,9 +12,9 @@ from linrope.common.tracing import values_readable
 from linrope.cuda_graphs import GraphedStep, check_on_cuda
 from linrope.decode.parts import DecodableModel
 from linrope.decode.preparation import prepare, why_not
+from linrope.decode.sampling import LOWEST_TEMPERATURE, check_sampling, likeliest_first
 from linrope.layer.state import LayerState
 
-LOWEST_TEMPERATURE = 1e-30  # logits divided by less leave the range of float32
 _PIECE = 1024  # tokens of the prompt in one call, which takes memory for each of them
 
 
@@ -59,7 +59,7 @@ def generate(
         return_states: returns all tokens at once and the states after them, to continue later.
         temperature: divides the logits; 0: always the likeliest token.
         top_k: samples only among the k likeliest tokens.
-        top_p: samples only among the likeliest tokens whose probabilities add up to p, as few as possible.
+        top_p: samples only among the likeliest tokens whose probabilities add up to p: as few as possible, 1 or more.
         seed: the seed of the sampling; default: drawn from torch's generator.
         graph: on a CUDA device, replays the steps from the fourth on as a CUDA graph (``linrope.cuda_graphs``).
 
@@ -90,7 +90,8 @@ def generate(
         )
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(f"prompt: got shape {tuple(prompt.shape)}, expected (b, n) with n >= 1")
-    check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    check_sizes(0, max_new_tokens=max_new_tokens)
+    check_sampling(temperature, top_k, top_p, seed)
     check_bools(graph=graph, return_states=return_states)
     if return_states and not max_new_tokens:
         raise ValueError("max_new_tokens=0: expected at least 1 with return_states=True")
@@ -102,21 +103,6 @@ def generate(
     after: list[Any] = []
     drawn = _generate(model, prompt, states, max_new_tokens, sample, [generator] if graph else None, after)
     return (torch.stack([*drawn], 1), after) if return_states else drawn
-
-
-def check_sampling(
-    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int | None
-) -> None:
-    """Raises ValueError for an argument of ``generate`` that is out of range."""
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: expected at least 0")
-    if not temperature >= 0:
-        raise ValueError(f"temperature={temperature}: expected at least 0")
-    check_sizes(top_k=top_k)
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: expected more than 0, at most 1")
-    if seed is not None and not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed={seed}: expected an integer of 64 bits")
 
 
 @torch.no_grad()
@@ -198,15 +184,10 @@ def _sample(
     logits = logits[:, -1].float()
     if temperature == 0:
         return logits.argmax(-1)
-    order = (logits / max(temperature, LOWEST_TEMPERATURE)).sort(-1, descending=True)
-    probabilities = order.values.softmax(-1)
-    if top_k is not None:
-        probabilities[:, top_k:].zero_()
-    if top_p is not None:  # keeps a token if the likelier ones do not add up to p
-        probabilities.masked_fill_(probabilities.cumsum(-1) - probabilities >= top_p, 0)
+    tokens, probabilities = likeliest_first(logits, max(temperature, LOWEST_TEMPERATURE), top_p, top_k)
     if values_readable(probabilities) and not bool(probabilities.isfinite().all()):
         raise RuntimeError("logits: got NaN or infinity, expected finite numbers to sample from")
     # torch.multinomial draws in the same way, but on a GPU it waits for the probabilities to check them.
     draws = torch.empty_like(probabilities).exponential_(generator=generator)
     chosen = probabilities.div(draws).argmax(-1, keepdim=True)
-    return order.indices.gather(-1, chosen)[:, 0]
+    return tokens.gather(-1, chosen)[:, 0]

@@ -1,7 +1,6 @@
 """A request to an ``Engine``, and what has been generated for it."""
 
 import hashlib
-import math
 import random
 import reprlib
 from array import array
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from linrope.common.argument_checks import check_integers, check_sizes
+from linrope.decode.sampling import check_sampling
 from linrope.decode.text import Decoder, TextStream, check_tokens
 
 
@@ -22,30 +22,32 @@ class Generation:
             then the last one generated.
         max_tokens: the number of tokens to generate, unless the text ends before.
         temperature: 0 takes the likeliest token. Otherwise logits are divided by it.
-        top_p: the least likely tokens are left out, as long as the others have at least this probability together.
+        top_p: the least likely tokens are left out, as long as the others have at least this probability together;
+            None: no token is.
         seed: of the request's own generator of random numbers; None: an arbitrary one.
         stops: the texts, or bytes, before which the text ends.
-        session: a file that keeps the states between requests; see ``Engine.load`` and ``Engine.save``.
+        session: a file that keeps the states between requests; see ``Engine.load`` and ``Engine.save``. Set it before
+            the end.
         inbox: the caller's own; the engine does not use it.
         prefix: how many of the first tokens other requests begin with, too. The engine reads them once, and keeps the
             states after them. At least one token must follow.
 
     Raises:
         TypeError: unread is no list of integers, or stops is no list of texts or bytes.
-        ValueError: a token is negative, a stop sequence is empty, or a number is out of range.
+        ValueError: a token is negative or no integer of 64 bits, a stop sequence is empty, or a number is out of range.
     """
 
     unread: list[int]
     max_tokens: int = 16
     temperature: float = 1.0
-    top_p: float = 1.0
+    top_p: float | None = 1.0
     seed: int | None = None
     stops: list[Any] = field(default_factory=list)
     session: Path | None = None
     inbox: Any = None
     prefix: int = field(default=0, kw_only=True)
-    # The states to continue from; with a session, replaced by the last states when the generation ends
-    states: list[Any] | None = None
+    states: list[Any] | None = None  # those to continue from
+    last_states: list[Any] | None = None  # those after the end, of a generation with a session
     submitted: bool = False
     slot: int = -1  # the row in the pools, while it runs
     generated: int = 0
@@ -60,10 +62,7 @@ class Generation:
         if not all(self.stops):
             raise ValueError(f"stops={self.stops}: got an empty sequence, which every text contains")
         check_sizes(max_tokens=self.max_tokens)
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature}: expected at least 0, and finite")
-        if not 0 <= self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: expected 0 to 1")
+        check_sampling(self.temperature, top_p=self.top_p, seed=self.seed)
         check_integers(prefix=self.prefix)
         if not 0 <= self.prefix < max(1, len(self.unread)):
             raise ValueError(
@@ -74,7 +73,8 @@ class Generation:
                 f"prefix={self.prefix}: expected 0 with a session, whose states come before the prompt"
             )
         self.prefix_key = hashlib.sha256(array("q", self.unread[: self.prefix])).digest()
-        self.prompt_tokens, self.random = len(self.unread), random.Random(self.seed)
+        seed = None if self.seed is None else int(self.seed)
+        self.prompt_tokens, self.random = len(self.unread), random.Random(seed)
         self.decoder = Decoder(None, [])  # the engine puts one with its tokenizer here
         self.text = TextStream([x.encode() if isinstance(x, str) else x for x in self.stops])
 

@@ -38,7 +38,7 @@ class StateRows:
     """The rows of a model of linrope.
 
     Args:
-        model: it.
+        model: the model whose rows these are.
         states: those of a sequence, one for each layer.
     """
 

@@ -18,15 +18,14 @@ def encode(tokenizer: Any, text: str, special: bool) -> list[int]:
     return tokens[:-1] if special and tokens[-1:] == [tokenizer.eos_token_id] else tokens
 
 
-def check_tokens(name: str, x: object, vocab_size: int | None = None) -> None:
+def check_tokens(name: str, x: object, vocab_size: int = 2**63) -> None:
     """Raises TypeError or ValueError unless x is a list of a model's tokens."""
     if not isinstance(x, list) or not all(type(token) is int for token in x):
         raise TypeError(
             f"{name}: got {reprlib.repr(x)}, expected a list of tokens, such as engine.encode(text)"
         )
-    if x and not (min(x) >= 0 and (vocab_size is None or max(x) < vocab_size)):
-        end = "" if vocab_size is None else f" {vocab_size - 1}"
-        raise ValueError(f"{name}: got {reprlib.repr(x)}, expected tokens 0 ..{end}")
+    if x and not (min(x) >= 0 and max(x) < vocab_size):
+        raise ValueError(f"{name}: got {reprlib.repr(x)}, expected tokens 0 .. {vocab_size - 1}")
 
 
 class Decoder:

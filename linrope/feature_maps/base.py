@@ -68,7 +68,8 @@ class FeatureMap(Identified):
 
 def is_feature_map(x: object) -> bool:
     """True for a FeatureMap, and for a module that wraps one and passes its attributes on, as those of PEFT do."""
-    return isinstance(x, FeatureMap) or (isinstance(x, nn.Module) and hasattr(x, "feature_dim"))
+    attributes = FeatureMap.__annotations__
+    return isinstance(x, FeatureMap) or (isinstance(x, nn.Module) and all(hasattr(x, y) for y in attributes))
 
 
 def is_changed(module: nn.Module) -> bool:

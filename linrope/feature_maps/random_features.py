@@ -61,7 +61,10 @@ class RandomFeatureMap(FeatureMap):
         self.projection.copy_(orthogonal_gaussian(len(self.projection), self.head_dim, generator))
 
     def reset_parameters(self) -> None:
-        """Draws the projection of ``seed`` again, for a map that ``to_empty`` moved off the meta device."""
+        """Draws the projection of ``seed`` again, for a map that ``to_empty`` moved off the meta device.
+
+        After ``load_projection`` there is no seed, so it draws a new projection.
+        """
         self.redraw(self.seed)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope import feature_maps
-from linrope.common.argument_checks import check_keys
+from linrope.common.argument_checks import check_keys, is_number
 from linrope.feature_maps import FeatureMap
 from linrope.layer.options import LONGEST, DecayOptions
 from linrope.layer.selective import SelectiveSteps, spread
@@ -76,7 +76,7 @@ def make_rotary(choice: Mapping[str, Any] | Rotary | None, dim: int) -> Rotary |
 
 def partial_dim(dim: int, share: float) -> int:
     """The number of rotated features: this share of dim, rounded down to an even number, but at least 2."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+    if not (is_number(share) and 0 < share <= 1):
         raise ValueError(f"partial_rotary_factor={share!r}: expected a number above 0 and at most 1")
     return max(2, int(dim * share) // 2 * 2)
 

@@ -5,12 +5,20 @@ Like config.py, nothing here imports PyTorch at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from linrope.common.argument_checks import ORDERS, SPANS, check_bools, check_keys, check_name
+from linrope.common.argument_checks import (
+    ORDERS,
+    SPANS,
+    check_bools,
+    check_keys,
+    check_name,
+    is_integer,
+    is_number,
+    plain,
+)
 
 _Kind = TypeVar("_Kind")
 
@@ -42,18 +50,19 @@ class ForgetGateOptions:
     bound: float | None = None
 
     def __post_init__(self) -> None:
+        _make_plain(self)
         check_longest(self.longest)
         check_name("forget_gate", self.per, GATES_PER)
         for name in ("rank", "bound"):
             if self.per == "head" and getattr(self, name) is not None:
                 raise ValueError(f"forget_gate: got {name} with per='head', expected per='feature' with it")
         rank = 1 if self.rank is None else self.rank
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
+        if not (is_integer(rank) and 1 <= rank <= MOST_RANK):
             raise ValueError(
                 f"forget_gate: got rank={rank!r}, expected an integer, 1 .. {MOST_RANK}, or None"
             )
         bound = 1 if self.bound is None else self.bound
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or not 1 <= bound < math.inf:
+        if not (is_number(bound) and bound >= 1):
             raise ValueError(
                 f"forget_gate: got bound={bound!r}, expected a finite number, at least 1, or None"
             )
@@ -72,6 +81,7 @@ class DecayOptions:
     longest: float | None = None
 
     def __post_init__(self) -> None:
+        _make_plain(self)
         check_name("decay", self.name, DECAYS, also="numbers, or None")
         if self.name == "retnet":
             if self.longest is not None:
@@ -95,6 +105,7 @@ class EraseGateOptions:
     largest: int = 1
 
     def __post_init__(self) -> None:
+        _make_plain(self)
         check_name("erase_gate", self.name, ERASE_GATES, also="a dict, or None")
         if isinstance(self.largest, bool) or self.largest not in (1, 2):
             raise ValueError(f"erase_gate: got largest={self.largest!r}, expected 1 or 2")
@@ -110,9 +121,11 @@ class ShortConvOptions:
     start: str = "identity"
 
     def __post_init__(self) -> None:
-        taps = self.taps
-        if isinstance(taps, bool) or not isinstance(taps, int) or not 2 <= taps <= MOST_TAPS:
-            raise ValueError(f"short_conv={taps!r}: expected the number of taps, 2 .. {MOST_TAPS}, or None")
+        _make_plain(self)
+        if not (is_integer(self.taps) and 2 <= self.taps <= MOST_TAPS):
+            raise ValueError(
+                f"short_conv={self.taps!r}: expected the number of taps, 2 .. {MOST_TAPS}, or None"
+            )
         if self.activation is not None:
             check_name("activation", self.activation, ACTIVATIONS, also="None")
         check_name("start", self.start, STARTS)
@@ -132,10 +145,9 @@ class OutNormOptions:
     eps: float | None = None
 
     def __post_init__(self) -> None:
+        _make_plain(self)
         check_name("out_norm", self.over, SPANS, also="a dict, True or False")
-        if self.eps is None:
-            return
-        if isinstance(self.eps, bool) or not isinstance(self.eps, int | float) or not 0 < self.eps < math.inf:
+        if self.eps is not None and not (is_number(self.eps) and self.eps > 0):
             raise ValueError(f"out_norm: got eps={self.eps!r}, expected a positive finite number")
 
 
@@ -148,6 +160,12 @@ _FORMS: dict[type, tuple[str, str | None, bool]] = {
     ShortConvOptions: ("short_conv", "taps", False),
     OutNormOptions: ("out_norm", "over", True),
 }
+
+
+def _make_plain(options: object) -> None:
+    """Puts Python's own numbers in the place of numpy's in a frozen dataclass."""
+    for name, value in vars(options).items():
+        object.__setattr__(options, name, plain(value))
 
 
 def options_of(kind: type[_Kind], given: Any) -> _Kind | None:
@@ -234,9 +252,9 @@ def rotary_options(given: object) -> Any:
     return given
 
 
-def check_longest(longest: object) -> None:
+def check_longest(longest: Any) -> None:
     """Raises ValueError unless longest is a half-life in tokens."""
-    if isinstance(longest, bool) or not isinstance(longest, int | float) or not 1 <= longest < math.inf:
+    if not (is_number(longest) and longest >= 1):
         raise ValueError(f"longest={longest!r}: expected a finite number of tokens, at least 1")
 
 
@@ -248,8 +266,11 @@ def as_json(name: str, option: Any) -> Any:
     """
     if type(option) in _FORMS:
         return {key: value for key, value in vars(option).items() if value is not None}
-    if isinstance(option, tuple | dict):
-        return list(option) if isinstance(option, tuple) else dict(option)
+    if isinstance(option, tuple):
+        return list(option)
+    if isinstance(option, dict):
+        return {key: plain(value) for key, value in option.items()}
+    option = plain(option)
     if option is not None and not isinstance(option, bool | int | float | str):
         raise ValueError(
             f"{name}: got a {type(option).__name__}, which JSON cannot hold; expected a name or a dict"

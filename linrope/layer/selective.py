@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linrope.common.argument_checks import check_name
+from linrope.common.argument_checks import check_name, is_integer
 from linrope.common.constants import Constant
 from linrope.common.precision import full_precision
 from linrope.layer.options import LONGEST, check_longest
@@ -32,7 +32,7 @@ def spread(heads: int, longest: float = LONGEST) -> Tensor:
     check_longest(longest)
     i = torch.arange(heads, dtype=torch.float64, device="cpu")
     exponent = i / (heads - 1) if heads > 1 else i + 0.5
-    return 2.0 ** -(longest**-exponent)
+    return 2.0 ** -(float(longest) ** -exponent)
 
 
 class ForgetGate(nn.Module):
@@ -242,7 +242,7 @@ class SelectiveSteps(nn.Module):
     ) -> None:
         super().__init__()
         check_name("bound", bound, BOUNDS)
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        if not (is_integer(rank) and rank >= 1):
             raise ValueError(f"rank={rank!r}: expected an integer, at least 1")
         if rotary.axes is not None or rotary.xpos is not None:
             raise ValueError(f"rotary: got {rotary}, expected one without axes and xpos for selective steps")

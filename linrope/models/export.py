@@ -13,10 +13,10 @@ from torch.export import Dim
 
 from linrope.backends import onnx
 from linrope.common.argument_checks import check_name, check_sizes
+from linrope.common.optional import need
 from linrope.common.private_names import FakeTensorMode
 from linrope.layer.state import LayerState
 from linrope.models.language_model import LanguageModel
-from linrope.models.training.optional import need
 
 # The backend that records each form of the attention, and the first onnxruntime that runs the file.
 OPERATORS = {"onnxruntime": ("onnx", "1.29"), "opset27": ("onnx", "1.32"), "portable": ("reference", "1.18")}

@@ -25,7 +25,7 @@ from linrope.distributed.shard import Shard
 from linrope.layer.norm import RMSNorm, silu_product
 from linrope.layer.softmax_attention import SoftmaxAttention
 from linrope.layer.states import State as State
-from linrope.models.folders import latest_checkpoint
+from linrope.models.checkpoint_folders import latest_checkpoint
 from linrope.models.initialization import initialize
 from linrope.models.language_model_config import LanguageModelConfig, make_attention
 from linrope.models.logits import kept_rows

@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from linrope.common.argument_checks import check_bools, check_name, check_sizes
+from linrope.common.argument_checks import check_bools, check_name, check_sizes, plain
 from linrope.common.keywords import check_keywords, shows
 from linrope.layer.attention import LinearRoPEAttention
 from linrope.layer.config import DEFAULTS, LARGEST, OPTIONS, SHARED, LayerConfig
@@ -85,7 +85,7 @@ class LanguageModelConfig:
             "layer": layer,
         }
         for name, value in values.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, plain(value))
         _check_sizes(self)
         if attention == "softmax":
             _check_softmax(layer)

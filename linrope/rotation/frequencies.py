@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.common.argument_checks import check_name, expected_one_of
+from linrope.common.argument_checks import check_name, expected_one_of, is_number
 
 
 def default(dim: int, base: float) -> tuple[Tensor, float]:
@@ -176,19 +176,15 @@ METHODS: dict[str, FrequencyMethod] = {
 }
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-
-
 def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value > 0
+    return is_number(value) and value > 0
 
 
 _POSITIVE = (_is_positive, "a positive finite number")
-_NOT_NEGATIVE = (lambda x: _is_number(x) and x >= 0, "a finite number of at least 0")
-_AT_LEAST_1 = (lambda x: _is_number(x) and x >= 1, "a finite number of at least 1")
-_LENGTH = (lambda x: _is_number(x) and x > 1, "a length of more than 1")
-_SHARE = (lambda x: _is_number(x) and 0 <= x <= 1, "a number from 0 to 1")
+_NOT_NEGATIVE = (lambda x: is_number(x) and x >= 0, "a finite number of at least 0")
+_AT_LEAST_1 = (lambda x: is_number(x) and x >= 1, "a finite number of at least 1")
+_LENGTH = (lambda x: is_number(x) and x > 1, "a length of more than 1")
+_SHARE = (lambda x: is_number(x) and 0 <= x <= 1, "a number from 0 to 1")
 _LIST = (lambda x: isinstance(x, (list, tuple)) and all(map(_is_positive, x)), "a list of positive numbers")
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("rope_theta", "beta_fast", "beta_slow", "attention_factor"), _POSITIVE),

@@ -198,9 +198,9 @@ def test_wrong_input_exits_2_with_one_line(command: str, cause: str, refused, te
 
 WRONG_TO_GENERATE = {
     "--max-new-tokens -1": "--max-new-tokens=-1: expected at least 0",
-    "--temperature nan": "--temperature=nan: expected at least 0",
+    "--temperature nan": "--temperature=nan: expected at least 0, and finite",
     "--top-k 0": "--top-k=0: expected at least 1",
-    "--top-p 2": "--top-p=2.0: expected more than 0, at most 1",
+    "--top-p 2": "--top-p=2.0: expected 0 to 1",
     f"--seed {HUGE}": f"--seed={HUGE}: expected an integer of 64 bits",
 }
 

@@ -63,7 +63,7 @@ def test_bytes_are_drawn_by_their_probabilities() -> None:
     logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(count, 4)
     drawn = [Generation([1], seed=seed) for seed in range(count)]
 
-    def frequencies(temperature: float, top_p: float) -> list[float]:
+    def frequencies(temperature: float, top_p: float | None) -> list[float]:
         for x in drawn:
             x.temperature, x.top_p = temperature, top_p
         found = torch.bincount(torch.tensor(choose(drawn, logits)), minlength=4)
@@ -71,7 +71,8 @@ def test_bytes_are_drawn_by_their_probabilities() -> None:
 
     squares = [0.0225, 0.25, 0.0025, 0.09]
     near = {"abs": 0.032}  # four standard deviations
-    assert frequencies(1, 1) == pytest.approx([0.15, 0.5, 0.05, 0.3], **near)
+    for all_tokens in (1, None):
+        assert frequencies(1, all_tokens) == pytest.approx([0.15, 0.5, 0.05, 0.3], **near)
     assert frequencies(1, 0.75) == pytest.approx([0, 0.625, 0, 0.375], **near)
     assert frequencies(0.5, 1) == pytest.approx([x / sum(squares) for x in squares], **near)
     assert frequencies(1, 0) == frequencies(0, 1) == [0, 1, 0, 0]
@@ -249,10 +250,16 @@ def test_a_long_prompt_is_read_beside_any_number_of_short_ones(model) -> None:
         ),
         (lambda model: make(model).load(Generation([1])), "session: got None"),
         (lambda _: Generation([1, -1]), r"unread: got \[1, -1\], expected tokens 0 \.\."),
+        (
+            lambda _: Generation([2**70, 1], prefix=1),
+            r"unread: got \[1180591620717411303424, 1\], expected tokens",
+        ),
         (lambda _: Generation([1], max_tokens=0), "max_tokens=0"),
         (lambda _: Generation([1], temperature=float("nan")), "temperature=nan"),
         (lambda _: Generation([1], temperature=-1.0), r"temperature=-1\.0"),
+        (lambda _: Generation([1], temperature=float("inf")), "temperature=inf"),
         (lambda _: Generation([1], top_p=1.5), r"top_p=1\.5"),
+        (lambda _: Generation([1], seed=2**64), "seed=18446744073709551616: expected an integer of 64 bits"),
         (lambda _: Generation([1], stops=[b".", b""]), "got an empty sequence"),
     ],
 )
@@ -300,6 +307,42 @@ def test_a_generation_is_loaded_once(model, tmp_path) -> None:
     with pytest.raises(ValueError, match="generation: got one that has states, expected a new one"):
         engine.load(generation)
     assert generation.unread == [5, 1]
+
+
+def test_only_the_states_after_the_end_of_a_session_are_saved(model, tmp_path) -> None:
+    """Not those that the session began with, whose next tokens are gone from ``unread``."""
+    engine, session = make(model), tmp_path / "session"
+
+    def ended(**options: Any) -> Generation:
+        generation = Generation([*b"prompt"], max_tokens=2, **options)
+        if generation.session is not None and session.exists():
+            assert engine.load(generation)
+        engine.submit(generation)
+        engine.step()
+        return generation
+
+    first = ended(session=session)
+    engine.step()
+    engine.save(first)
+    saved = session.read_bytes()
+    running = ended(session=session)
+    with pytest.raises(ValueError, match=r"generation: got .* finish_reason=None, expected .* ended"):
+        engine.save(running)
+    engine.fail(running, RuntimeError("no memory"))
+    with pytest.raises(ValueError, match=r"generation: got .* finish_reason='error', expected .* ended"):
+        engine.save(running)
+    cancelled = ended(session=session)
+    cancelled.cancelled = True
+    engine.step()
+    without = ended()
+    engine.step()
+    with pytest.raises(ValueError, match="session: got None, expected the file"):
+        engine.save(without)
+    without.session = session
+    for generation in (cancelled, without):
+        with pytest.raises(ValueError, match=r"generation: got .* had its session then"):
+            engine.save(generation)
+    assert session.read_bytes() == saved
 
 
 def test_a_generation_that_does_not_fit_is_refused_before_it_joins(model) -> None:

@@ -83,7 +83,14 @@ def test_top_k_and_top_p_keep_the_right_tokens_and_their_odds() -> None:
     def model(tokens: torch.Tensor, states: object, logits_to_keep: int) -> tuple[torch.Tensor, list[object]]:
         return odds.log().expand(*tokens.shape, 4), []
 
-    for k, p, kept in ((None, None, 4), (2, None, 2), (None, 0.5, 1), (None, 0.8, 2), (3, 0.81, 3)):
+    for k, p, kept in (
+        (None, None, 4),
+        (2, None, 2),
+        (None, 0.0, 1),
+        (None, 0.5, 1),
+        (None, 0.8, 2),
+        (3, 0.81, 3),
+    ):
         (drawn,) = generate(model, prompt, 1, top_k=k, top_p=p, seed=0)  # type: ignore[arg-type]
         expected = odds.double() * (torch.arange(4) < kept)
         # 20000 draws: a standard deviation of at most 0.0036
@@ -103,7 +110,8 @@ def test_top_k_and_top_p_keep_the_right_tokens_and_their_odds() -> None:
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": 0}, "top_k=0"),
-        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"top_p": -0.1}, "top_p=-0.1"),
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"prompt": torch.zeros(1, 0, dtype=torch.int64)}, "prompt: got shape"),

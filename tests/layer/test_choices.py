@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +94,33 @@ def test_the_block_of_the_models_follows_from_what_is_changed(changes, parts: st
     names = ("decay", "forget_gate", "write_gate", "short_conv", "out_norm", "skip", "gate")
     assert [name for name in names if getattr(config, name) is not None] == parts.split()
     assert config == LayerConfig(**json.loads(json.dumps(config.to_dict())))
+
+
+def test_numbers_of_numpy_count_as_python_s_own() -> None:
+    whole, half = np.int64, np.float32
+    options = {
+        "forget_gate": {"longest": half(16), "per": "feature", "rank": whole(2), "bound": half(4)},
+        "erase_gate": {"name": "independent", "largest": whole(2)},
+        "short_conv": whole(4),
+        "out_norm": {"eps": half(0.25)},
+        "feature_map": {"name": "unit", "activation": "relu"},
+        "rotary": {"partial_rotary_factor": half(0.5), "base": half(100)},
+    }
+    layer = LinearRoPEAttention(whole(32), whole(2), normalize=False, **options)
+    layer(torch.randn(1, 3, 32))
+    assert LayerConfig(**json.loads(json.dumps(layer.config.to_dict()))) == layer.config
+    scaled = {"rope_type": "linear", "rope_theta": half(100), "factor": half(2)}
+    learned = LinearRoPEAttention(32, 2, decay={"name": "learned", "longest": half(64)}, rotary=scaled)
+    assert learned.rotary == Rotary.from_config({**scaled, "rope_theta": 100, "factor": 2}, head_dim=16)
+    expected = LinearRoPEAttention(32, 2, decay={"name": "learned", "longest": 64})
+    assert torch.equal(learned.decay, expected.decay)
+    for option in (
+        {"short_conv": half(4)},
+        {"short_conv": np.bool_(True)},
+        {"decay": {"longest": half("nan")}},
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            make(**option)
 
 
 def test_a_bias_of_the_convolution_that_is_no_bool_is_refused() -> None:

@@ -1,14 +1,16 @@
 import copy
+import json
 import math
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -365,6 +367,15 @@ def test_what_the_trainer_cannot_do_is_refused(options, config, precision, messa
     accelerator = None if precision == "no" else SimpleNamespace(mixed_precision=precision)
     with pytest.raises(ValueError, match=message):
         Trainer(LanguageModel(tiny(**options)), corpus, replace(SHORT, **config), accelerator)
+
+
+def test_configs_keep_numbers_of_numpy_as_python_s_own() -> None:
+    config = TrainingConfig(learning_rate=np.float32(0.5), steps=np.int64(3), weight_decay=np.int64(0))
+    assert json.loads(json.dumps(asdict(config))) == asdict(
+        TrainingConfig(learning_rate=0.5, steps=3, weight_decay=0)
+    )
+    model = tiny(vocab_size=np.int64(300), num_heads=np.int64(2))
+    assert LanguageModelConfig.from_dict(json.loads(json.dumps(model.to_dict()))) == model
 
 
 def test_without_accelerate_its_extra_is_named(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from linrope import backends
 from linrope.common.argument_checks import expected_one_of
+from linrope.common.optional import need
 from linrope.common.private_names import forward_behind_hooks
 from linrope.decode.with_cache import CACHES
 from linrope.integrations.transformers import delta_rule, mamba2, minimax, packing, past, refusals, shared
@@ -49,7 +50,7 @@ class _Target(NamedTuple):
     name: str
     make: Callable[[Any], Any]  # the replacement, from transformers' own
     like: _Function | None  # has the parameters that transformers' function must have
-    computes: str | None = None  # what linrope computes, in words for ``replaced``
+    computes: str | None = None  # the part of a model, in words for ``replaced``
 
 
 class _Ours(NamedTuple):
@@ -185,7 +186,10 @@ def disable(*families: str) -> None:
 
 
 def replaced(model: nn.Module) -> tuple[str, ...]:
-    """Names the parts of this model that run on linrope now; there are none if the C++ kernels are missing.
+    """Names the parts of this model in whose place enable() has put linrope's; none if the C++ kernels are missing.
+
+    It looks at no sizes. A call beyond the kernels' limits, such as Mamba-2 with a state_size of 512, still runs
+    transformers' own code, and the logger "linrope.integrations.transformers" says why.
 
     Raises TypeError if model is not an nn.Module.
 
@@ -271,18 +275,8 @@ def _alike(name: str) -> list[str]:
     return []
 
 
-def _transformers() -> ModuleType:
-    try:
-        return importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        message = "transformers is missing; install linrope[huggingface]"
-        raise ModuleNotFoundError(message, name=error.name) from error
-
-
 def _in_transformers(family: str) -> bool:
-    _transformers()
+    need("transformers", "linrope[huggingface]")
     return importlib.util.find_spec(f"transformers.models.{family}") is not None
 
 
@@ -297,7 +291,7 @@ def _that_fit(families: list[str]) -> Iterator[tuple[str, list[_Target]]]:
 
 def _targets(family: str) -> list[_Target]:
     """The functions to replace in a family. Raises RuntimeError if they are not as linrope knows them."""
-    _transformers()
+    need("transformers", "linrope[huggingface]")
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     classes = {name: x for name, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__}
     models = [x for name, x in classes.items() if name.endswith("Model") and _reads_tokens(x)]

@@ -1,6 +1,6 @@
 """Models for transformers. Importing this module registers them with the Auto classes."""
 
-from linrope.models.training.optional import need
+from linrope.common.optional import need
 
 need("transformers", "linrope[huggingface]")
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linrope.common.argument_checks import check_sizes
+from linrope.common.optional import need
 from linrope.layer.config import LayerConfig
 from linrope.models.huggingface.configuration import CHOICES, LinRopeConfig
 from linrope.models.huggingface.modeling import LinRopeForCausalLM
-from linrope.models.training.optional import need
 
 FAMILIES = ("llama", "mistral", "qwen2")  # model types that differ from Llama only in their biases
 FINETUNING = ("lora", "full")

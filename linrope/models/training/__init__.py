@@ -4,7 +4,7 @@ Everything that a step does is a function of (config, corpus, processes, step), 
 checkpoint ends with the same bits as an uninterrupted run.
 """
 
-from linrope.models.folders import checkpoints, latest_checkpoint
+from linrope.models.checkpoint_folders import checkpoints, latest_checkpoint
 from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import Corpus, Text
 from linrope.models.training.evaluation import bits_by_position

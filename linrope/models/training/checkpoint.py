@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linrope.common.files import load_tensors, parse_json, save_tensors
 from linrope.common.locks import locked
-from linrope.models.folders import STEP
+from linrope.models.checkpoint_folders import STEP
 from linrope.models.training.config import TrainingConfig
 from linrope.models.training.tokenizer import load_tokenizer
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from linrope.common.argument_checks import check_sizes
+from linrope.common.argument_checks import check_sizes, plain
 
 LARGEST = 2**40  # integer; seeds are multiplied by a million
 LARGEST_FLOAT = 3.4e38  # of float32
@@ -26,7 +26,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
+            value, kind = plain(getattr(self, field.name)), type(field.default)
+            object.__setattr__(self, field.name, value)
             if not isinstance(value, (int, float) if kind is float else kind) or (
                 isinstance(value, bool) and kind is not bool
             ):

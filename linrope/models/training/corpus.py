@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linrope.common.files import parse_json
-from linrope.models.training.optional import need
+from linrope.common.optional import need
 
 _HELD_OUT = 20  # holds out one byte in 20
 _JSON_LINES = (".jsonl", ".ndjson")

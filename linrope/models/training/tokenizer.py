@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from linrope.models.training.optional import need
+from linrope.common.optional import need
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Any:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linrope.common.optional import need
 from linrope.layer.state import LayerState
-from linrope.models.folders import checkpoints, latest_checkpoint
+from linrope.models.checkpoint_folders import checkpoints, latest_checkpoint
 from linrope.models.language_model import LanguageModel, State, States
 from linrope.models.training.batch import NO_TARGET, Batch, evenly_spaced_rows, row_starts
 from linrope.models.training.checkpoint import (
@@ -25,7 +26,6 @@ from linrope.models.training.checkpoint import (
 )
 from linrope.models.training.config import TrainingConfig
 from linrope.models.training.corpus import Corpus
-from linrope.models.training.optional import need
 from linrope.models.training.processes import Processes, last_states
 from linrope.models.training.progress import OnPiece, piece_counter
 from linrope.recurrence.state import NO_KEYS
