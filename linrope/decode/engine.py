@@ -366,9 +366,8 @@ def choose(generations: list[Generation], logits: Tensor) -> list[int]:
     ]
     temperature, top_p, draws = logits.new_tensor(settings, dtype=torch.float64)[..., None].unbind(1)
     temperature = temperature.clamp(min=LOWEST_TEMPERATURE)
-    tokens, p = likeliest_first(
-        logits.double(), temperature, top_p, stable=True
-    )  # as argmax at temperature 0
+    # Stable, so that temperature 0 takes the same one of equally likely tokens as argmax
+    tokens, p = likeliest_first(logits.double(), temperature, top_p, stable=True)
     sums = p.cumsum(-1)
     rank = (sums <= draws * sums[:, -1:]).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
     return tokens.gather(-1, rank)[:, 0].tolist()
