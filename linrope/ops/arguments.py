@@ -12,10 +12,8 @@ from linrope.backends import library, native
 from linrope.common.argument_checks import check_name
 from linrope.common.private_names import forward_mode, transformed
 from linrope.common.tracing import exporting, has_tangents, plain
+from linrope.operation.plan import PLANS, keep
 from linrope.recurrence.call import with_dense_rows
-
-_MOST_PLANS = 1024
-_plans: dict[Hashable, "Plan"] = {}
 
 
 @dataclass
@@ -38,15 +36,13 @@ def plan_of(settings: tuple[Any, ...], tensors: Sequence[Tensor | None], check: 
     kinds = tuple([x if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
     key = settings, kinds, native.why_not()
     try:
-        plan = _plans.get(key)
+        plan: Plan | None = PLANS.get(key)
     except TypeError:  # a setting that cannot be looked up, which the checks refuse
         return Plan(check(), as_is=False)
     if plan is None:
         kernel = check()
         plan = Plan(kernel, as_is=kernel == "native")
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        keep(key, plan)
     return plan
 
 
@@ -88,9 +84,10 @@ def choose(backend: str, tensors: Iterable[Tensor | None], size: int, what: str,
     present = [x for x in tensors if x is not None]
     check_name("backend", backend, ("auto", *most, "eager"))
     device, auto = present[0].device, backend == "auto"
-    name = backends.tried_on(device)[0] if auto and not exporting() else backend
-    if name not in most:
+    names = [x for x in (backends.tried_on(device) if auto else (backend,)) if x in most]
+    if not names or (auto and exporting()):
         return "eager"
+    name = names[0]
 
     def why_not_call(kernels: Any) -> str | None:
         if transformed() or has_tangents(present):
