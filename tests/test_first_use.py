@@ -50,15 +50,15 @@ def test_a_wrong_kernel_is_seen(operator: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_wrong_kernel_is_not_used_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = LinearRoPEAttention.block(32, 2), torch.randn(1, 9, 32)
-    monkeypatch.setattr(library, "_untried", True)
+    monkeypatch.setattr(library, "_untrusted", True)
     monkeypatch.setattr(library, "_difference", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         expected = layer(x)  # they agree
-    assert not library._untried
+    assert not library._untrusted
     forget_plans()
     spoil(monkeypatch, "forward")
-    monkeypatch.setattr(library, "_untried", True)
+    monkeypatch.setattr(library, "_untrusted", True)
     monkeypatch.setattr(backends, "_warned", set())
     with pytest.warns(
         RuntimeWarning,
@@ -75,7 +75,7 @@ def test_a_compiled_program_compares_the_kernels_when_it_first_calls_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer, x = torch.compile(LinearRoPEAttention(8, 1), backend="aot_eager"), torch.randn(1, 9, 8)
-    monkeypatch.setattr(library, "_untried", True)
+    monkeypatch.setattr(library, "_untrusted", True)
     monkeypatch.setattr(library, "_difference", None)
     spoil(monkeypatch, "forward")
     with pytest.raises(RuntimeError, match="backend='native' cannot run: its kernels compute something else"):
@@ -83,7 +83,7 @@ def test_a_compiled_program_compares_the_kernels_when_it_first_calls_them(
 
 
 def test_kernels_that_raise_are_not_used_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_untried", True)
+    monkeypatch.setattr(library, "_untrusted", True)
     monkeypatch.setattr(library, "_difference", None)
     monkeypatch.setattr(library, "run", None)
     assert "TypeError" in str(native.why_not())

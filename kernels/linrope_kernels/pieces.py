@@ -10,6 +10,7 @@ import triton.language as tl
 
 from linrope_kernels.decay import decay_state
 
+UNIT_EPS = tl.constexpr(1e-6)  # added to the squared length of features that are divided by it
 # See through_registers
 NO_FENCES = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
 
@@ -47,7 +48,7 @@ def feature_map(x, MAP: tl.constexpr):
 @triton.jit
 def inverse_length(x):
     """1 / sqrt(|x|^2 + 1e-6) of each row (C, 1), as the map "unit" takes it."""
-    return (1 / tl.sqrt(sum_of_products(x, x, 1) + 1e-6))[:, None]
+    return (1 / tl.sqrt(sum_of_products(x, x, 1) + UNIT_EPS))[:, None]
 
 
 @triton.constexpr_function

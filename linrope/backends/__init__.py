@@ -2,13 +2,14 @@
 
 import inspect
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from linrope.backends import bridge, eager, equation, native, onnx
-from linrope.backends.protocol import Backend
+from linrope.backends.protocol import XPOS, Backend
 from linrope.common.argument_checks import check_name
 from linrope.common.private_names import called_while_traced, forward_mode
 from linrope.common.tracing import exporting, exporting_to_onnx, has_tangents
@@ -57,19 +58,32 @@ def first_of(name: str, call: Call, state: LinearAttentionState | None) -> Backe
         raise RuntimeError(
             f"backend={name!r}: got inputs with tangents (forward mode), {bridge.EXPECTED_REFERENCE}"
         )
-    for candidate in _auto(call) if name == "auto" else (name,):
-        backend = load(candidate)
-        reason = None if isinstance(backend, str) else _why_not(backend, call, state)
+    auto = name == "auto"
+    names = (name,) if not auto else ("reference",) if exporting_to_onnx() else tried_on(call.k.device)
+    for candidate in names:
+        reason = why_not(candidate, lambda backend: _why_not_call(backend, call, state), auto)
         if reason is None:
-            # "onnx" runs on no machine, and its why_not_call knows of the graphs that it is for
-            backend = available(candidate) if BACKENDS[candidate] else backend
-            if not isinstance(backend, str):
-                return backend
-            reason = backend
-            if name == "auto" and call.k.device.type in _AUTO and not exporting():
-                warn_of_missing(candidate, reason)
+            return load(candidate)
     assert reason is not None
     return reason
+
+
+def why_not(name: str, of_call: Callable[[Any], str | None], auto: bool) -> str | None:
+    """The reason why this backend cannot run a call; None: it can.
+
+    of_call: the reason why it could run the call on no machine. auto: warns if this machine alone is the reason.
+    """
+    backend = load(name)
+    if not isinstance(backend, str):
+        if (reason := of_call(backend)) is not None:
+            return reason
+        # "onnx" runs on no machine, and its why_not_call knows of the graphs that it is for
+        backend = available(name) if BACKENDS[name] else backend
+    if not isinstance(backend, str):
+        return None
+    if auto and not exporting():
+        warn_of_missing(name, backend)
+    return backend
 
 
 _AUTO = {
@@ -77,11 +91,9 @@ _AUTO = {
 }
 
 
-def _auto(call: Call) -> list[str]:
-    """The backends that "auto" tries, in this order."""
-    if exporting_to_onnx():
-        return ["reference"]
-    return _AUTO["cpu" if call.k.device.type == "cpu" else "cuda"]
+def tried_on(device: torch.device) -> list[str]:
+    """The backends that "auto" tries for tensors on this device, in this order."""
+    return _AUTO.get(device.type, ["eager"])
 
 
 def kernels_here() -> dict[str, str | None]:
@@ -112,7 +124,7 @@ def _level_of_the_caller() -> int:
 
 
 def in_words(name: str, weight: Tensor | None) -> str:
-    """A layer's backend for its repr: beside "auto" what it takes for tensors like this weight.
+    """A layer's backend for its repr: beside "auto" what it tries for tensors like this weight.
 
     >>> from linrope import backends
     >>> backends.in_words("auto", torch.ones(2, dtype=torch.float64))
@@ -122,12 +134,12 @@ def in_words(name: str, weight: Tensor | None) -> str:
         weight = torch.empty(0, device="cpu", dtype=torch.float32)
     if name != "auto" or weight.device.type not in _AUTO:
         return name
-    kernels, *_, other = _AUTO[weight.device.type]
-    runs = weight.dtype != torch.float64 and not isinstance(available(kernels), str)
-    return f"auto ({kernels if runs else other})"
+    kernels, *_, other = tried_on(weight.device)
+    reason = why_not(kernels, lambda module: module.why_not_on(weight.device, [weight.dtype]), auto=False)
+    return f"auto ({other})" if reason is not None else f"auto ({kernels}, else {other})"
 
 
-def _why_not(backend: Backend, call: Call, state: LinearAttentionState | None) -> str | None:
+def _why_not_call(backend: Backend, call: Call, state: LinearAttentionState | None) -> str | None:
     if call.feature_map not in backend.MAPS:
         maps = ", ".join(backend.MAPS)
         return f"feature_map={call.feature_map!r}: this backend only applies {maps}; use backend='eager'"
@@ -137,7 +149,7 @@ def _why_not(backend: Backend, call: Call, state: LinearAttentionState | None) -
     if name is None:
         return None
     other = "eager" if name in eager.OPTIONS else "reference"
-    name = "rotary" if hasattr(Resolved, name) else name
+    name = "rotary with xpos" if name in XPOS else "rotary" if hasattr(Resolved, name) else name
     return f"{name}: this backend does not compute it; use backend={other!r}"
 
 

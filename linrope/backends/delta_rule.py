@@ -60,7 +60,7 @@ def erased_gradients(
     y_to_end = key_sum.y_to_end[:, :, 0]
     du = transposed_product(key_sum.scores, g)
     added = transposed_product(key_sum.x_from_start, g, dtype)[:, :, 0]
-    ends, backwards = cut.reverse().begins.flip(0), decay.transition.adjoint()
+    ends, transition = cut.reverse().begins.flip(0), decay.transition
     last_of_chunk = None if last is None else last.to(dtype)[cut.owner]
     T = torch.zeros_like(added[: _rows(cut)])
     for chunks in reversed([*_steps(cut)]):
@@ -68,7 +68,7 @@ def erased_gradients(
         right = du[chunks, :, 0] + (y_to_end[chunks] @ T.to(y_to_end.dtype)).to(du.dtype)
         du[chunks, :, 0] = torch.linalg.solve_triangular(A[chunks].mT, right, upper=True, unitriangular=True)
         erasing = transposed_product(E_from_start[chunks], du[chunks], dtype)[:, :, 0]
-        T = backwards[chunks].apply(T) + added[chunks] - erasing
+        T = transition[chunks].apply(T) + added[chunks] - erasing
     with_readers = replace(key_sum, x=torch.cat((key_sum.x, E), 2))
     with_readers.states = key_sum.states
     gradients = KeySumGradients(with_readers, torch.cat((g, -du), 2), last)

@@ -100,27 +100,28 @@ def pytorch_functions() -> list[str]:
     return [] if isinstance(_library, str) else _names_in(_library)
 
 
-_untried = UNTESTED is not None and WHY_NOT is None
+_untrusted = UNTESTED is not None and WHY_NOT is None  # not compared yet, or different
 _difference: str | None = None
 
 
 def why_not() -> str | None:
     """The reason why the kernels cannot run on this machine; None: they can."""
-    if _untried and not watched():
+    if _untrusted and _difference is None and not watched():
         _try()
     return WHY_NOT or _difference
 
 
 def _try() -> None:
     """Compares the kernels with plain PyTorch where they have not been tested. If they differ, none of them runs."""
-    global _untried, _difference
-    _untried = False  # the comparison asks why_not, too
+    global _untrusted, _difference
+    _untrusted = False  # the comparison runs the kernels, too
     # Imported at run time, because first_use imports modules that import this one
     try:
         found = import_module("linrope.first_use").difference()
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     if found is not None:
+        _untrusted = True
         _difference = (
             f"its kernels compute something else than PyTorch on this machine ({found}); "
             "please report what `linrope check` says"
@@ -134,7 +135,7 @@ def run(operator: str, *arguments: Any, **named: Any) -> Any:
         ValueError, RuntimeError, MemoryError: what the operator found wrong. It has written nothing then.
     """
     # A compiled program chose these kernels while it was traced, when they could not be compared
-    if (_untried or _difference is not None) and (reason := why_not()) is not None:
+    if _untrusted and (reason := why_not()) is not None:
         raise RuntimeError(f"backend='native' cannot run: {reason}")
     results = _operator(operator)(*arguments, **named)
     if results is None or (type(results) is tuple and results[0] is None):

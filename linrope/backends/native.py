@@ -4,7 +4,7 @@ Sums are float32, z is float64. For the backward pass the forward pass saves the
 with ``erase``, what each token wrote; the rest is recomputed from the inputs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -65,16 +65,19 @@ def use_instruction_set(name: str) -> None:
     _in_use = name
 
 
+def why_not_on(device: torch.device, dtypes: Collection[torch.dtype]) -> str | None:
+    """The reason why no kernel takes tensors of these dtypes there; None: they do."""
+    if torch.float64 in dtypes:
+        return "float64: use backend='eager'"
+    return None if device.type == "cpu" else f"tensors on {device}: native runs on CPUs only"
+
+
 def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     f, e = call.k.shape[3], call.v.shape[3]
-    if call.k.device.type != "cpu":
-        return f"tensors on {call.k.device}: native runs on CPUs only"
-    if torch.float64 in (call.k.dtype, call.v.dtype):
-        return "float64: use backend='eager'"
+    if (reason := why_not_on(call.k.device, (call.k.dtype, call.v.dtype))) is not None:
+        return reason
     if state is not None and (state.kv.dtype != torch.float32 or state.z.dtype != torch.float64):
         return f"a state with kv in {state.kv.dtype} and z in {state.z.dtype}: use backend='eager'"
-    if call.xpos_log_decay is not None:
-        return "xpos, a decay per pair of features: use backend='eager'"
     if library.WHY_NOT is None and max(f, e) > MAX_DIM:
         return (
             f"{f} features and {e} values per head: native takes up to {MAX_DIM} of each; use backend='eager'"

@@ -4,7 +4,7 @@ The backward pass needs q, k, v, the normalizer, the states at the starts of seg
 feature pairs, out. In Triton's interpreter (TRITON_INTERPRET=1 before Python starts) it runs CPU tensors, for tests.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -69,8 +69,10 @@ def why_slow_launches() -> str | None:
     return why_forgetful()
 
 
-def why_not_on(device: torch.device) -> str | None:
-    """The reason why the kernels cannot run on this device; None: they can."""
+def why_not_on(device: torch.device, dtypes: Collection[torch.dtype]) -> str | None:
+    """The reason why no kernel takes tensors of these dtypes there; None: they do."""
+    if torch.float64 in dtypes:
+        return "float64: use backend='eager'"
     if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
         return f"tensors on {device}: it needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
@@ -81,14 +83,11 @@ def why_not_on(device: torch.device) -> str | None:
 def why_not_call(call: Call, state: LinearAttentionState | None) -> str | None:
     """The reason why these kernels cannot run the call; None: they can."""
     k, f, e = call.k, call.k.shape[3], call.v.shape[3]
-    if (reason := why_not_on(k.device)) is not None:
+    state_dtype = torch.float32 if state is None else state.kv.dtype
+    if (reason := why_not_on(k.device, (k.dtype, call.v.dtype, state_dtype))) is not None:
         return reason
-    if torch.float64 in (k.dtype, call.v.dtype) or (state is not None and state.kv.dtype == torch.float64):
-        return "float64: use backend='eager'"
     if call.v.dtype == torch.bfloat16 and INTERPRETED:
         return "bfloat16 in Triton's interpreter, which multiplies its bit patterns: use float16 or float32"
-    if call.xpos_log_decay is not None:
-        return "xpos, a decay per pair of features: use backend='eager'"
     if call.query_factor and not by_delta_kernels(call):
         return "feature_map='unit' without erase: the features are made before the call"
     if f > MAX_DIM or e > MAX_DIM:

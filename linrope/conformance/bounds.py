@@ -117,14 +117,6 @@ class Yardstick:
         return found
 
 
-def at_eps(den: Tensor, eps: float) -> bool:
-    """Whether a normalizer is so near eps that gradients are left out, as docs/numerics.md says.
-
-    Their terms are then as large as 1 / eps, and cancel; where the clamp begins they jump.
-    """
-    return bool((den < 100 * eps).any())
-
-
 def moved(x: Tensor, generator: torch.Generator, most: float) -> Tensor:
     """x with each entry changed at random by up to ``most`` times itself."""
     by = most * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu") - 1)

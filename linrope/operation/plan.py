@@ -26,8 +26,8 @@ from linrope.recurrence.packing import Tokens
 from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
-_MOST_PLANS = 1024
-_plans: dict[Hashable, "Plan"] = {}
+_MOST_PLANS = 2048
+PLANS: dict[Hashable, Any] = {}  # also those of linrope.ops, whose keys have other lengths
 
 
 @dataclass
@@ -55,22 +55,26 @@ def plan_of(call: Call) -> Plan:
     """The plan of this call. Raises TypeError or ValueError if its settings and shapes do not fit."""
     key = None if torch.compiler.is_compiling() else _key(call)
     try:
-        plan = None if key is None else _plans.get(key)
+        plan: Plan | None = None if key is None else PLANS.get(key)
     except TypeError:  # an argument that cannot be looked up, and that is of no type that a call takes
         key, plan = None, None
     if plan is None:
         plan = _make(call, traced=key is None)
-        if key is None:
-            return plan
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        if key is not None:
+            keep(key, plan)
     return plan
 
 
+def keep(key: Hashable, plan: Any) -> None:
+    """Keeps a plan for all calls with this key."""
+    if len(PLANS) >= _MOST_PLANS:
+        PLANS.clear()
+    PLANS[key] = plan
+
+
 def forget_plans() -> None:
-    """Forgets all plans, so that the next calls choose their backends anew."""
-    _plans.clear()
+    """Forgets all plans, also those of linrope.ops, so that the next calls choose their backends anew."""
+    PLANS.clear()
 
 
 _settings = [field.name for field in fields(Settings) if field.name != "feature_map"]

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linrope import backends
 from linrope.backends import library, native
 from linrope.common.argument_checks import check_name
 from linrope.common.private_names import forward_mode, transformed
 from linrope.common.tracing import exporting, has_tangents, plain
+from linrope.operation.plan import PLANS, keep
 from linrope.recurrence.call import with_dense_rows
-
-_MOST_PLANS = 1024
-_plans: dict[Hashable, "Plan"] = {}
 
 
 @dataclass
@@ -37,15 +36,13 @@ def plan_of(settings: tuple[Any, ...], tensors: Sequence[Tensor | None], check: 
     kinds = tuple([x if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors])
     key = settings, kinds, native.why_not()
     try:
-        plan = _plans.get(key)
+        plan: Plan | None = PLANS.get(key)
     except TypeError:  # a setting that cannot be looked up, which the checks refuse
         return Plan(check(), as_is=False)
     if plan is None:
         kernel = check()
         plan = Plan(kernel, as_is=kernel == "native")
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        keep(key, plan)
     return plan
 
 
@@ -85,36 +82,25 @@ def choose(backend: str, tensors: Iterable[Tensor | None], size: int, what: str,
         RuntimeError: the kernel cannot run the call. The message has the reason.
     """
     present = [x for x in tensors if x is not None]
-    if backend == "auto":
-        name = "native" if present[0].device.type == "cpu" else "triton"
-        runs = name in most and _why_not(name, present) is None and size <= most[name] and not exporting()
-        return name if runs else "eager"
     check_name("backend", backend, ("auto", *most, "eager"))
-    if backend == "eager":
-        return backend
-    reason = _why_not(backend, present)
-    if reason is None and size > most[backend]:
-        reason = f"{size} {what}: it takes up to {most[backend]}; use backend='eager'"
-    if reason is not None:
+    device, auto = present[0].device, backend == "auto"
+    names = [x for x in (backends.tried_on(device) if auto else (backend,)) if x in most]
+    if not names or (auto and exporting()):
+        return "eager"
+    name = names[0]
+
+    def why_not_call(kernels: Any) -> str | None:
+        if transformed() or has_tangents(present):
+            return "inside a transformation of torch.func or forward mode: use backend='eager'"
+        if 0 < most[name] < size:  # a missing library has no limits
+            return f"{size} {what}: it takes up to {most[name]}; use backend='eager'"
+        reason: str | None = kernels.why_not_on(device, [x.dtype for x in present])
+        return reason
+
+    reason = backends.why_not(name, why_not_call, auto)
+    if reason is not None and not auto:
         raise RuntimeError(f"backend={backend!r} cannot run: {reason}")
-    return backend
-
-
-def _why_not(name: str, tensors: list[Tensor]) -> str | None:
-    """The reason why these kernels cannot compute with these tensors; None: they can."""
-    device = tensors[0].device
-    for x in tensors:
-        if x.dtype == torch.float64:
-            return "float64: use backend='eager'"
-    if transformed() or has_tangents(tensors):
-        return "inside a transformation of torch.func or forward mode: use backend='eager'"
-    if name == "native":
-        return native.why_not() if device.type == "cpu" else f"tensors on {device}: native runs on CPUs only"
-    try:
-        from linrope.backends import triton
-    except ImportError as error:
-        return str(error)
-    return triton.why_not_on(device)
+    return name if reason is None else "eager"
 
 
 def launch(launcher: str, record: Sequence[Any], *others: Tensor | None) -> Any:

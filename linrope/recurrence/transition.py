@@ -18,7 +18,10 @@ from linrope.recurrence.chunks import Cut
 
 @dataclass(frozen=True)
 class Transition:
-    """M = Diag(e^log): each row of the state, which belongs to a feature, decays."""
+    """M = Diag(e^log): each row of the state, which belongs to a feature, decays.
+
+    M^T, which takes the gradient of the state after the segment to that of the state before it, is M.
+    """
 
     log: Tensor | None  # (.., g or 1, f or 1): what the tokens' log decays sum up to; None: M = 1
 
@@ -35,10 +38,6 @@ class Transition:
         if self.log is None or earlier.log is None:
             return earlier if self.log is None else self
         return Transition(self.log + earlier.log)
-
-    def adjoint(self) -> "Transition":
-        """M^T, which takes the gradient of the state after the segment to that of the state before it."""
-        return self
 
     def __getitem__(self, segments: slice) -> "Transition":
         return self if self.log is None else Transition(self.log[segments])
@@ -90,5 +89,5 @@ def gradients_around(
 
     added: N', what each chunk adds to the gradient. last (s, ..): the gradient of the last state; None: 0.
     """
-    after, before = states_around(transition.adjoint().flip(), added.flip(0), cut.reverse(), last)
+    after, before = states_around(transition.flip(), added.flip(0), cut.reverse(), last)
     return after.flip(0), before.flip(0)

@@ -40,8 +40,8 @@ HOWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_plans", {})
+def _no_plans() -> None:
+    plan.forget_plans()
 
 
 def problem(
@@ -100,7 +100,7 @@ def with_gradients(compute: Any, call: dict[str, Any], weights: Sequence[Tensor 
 
 
 def made_directly() -> list[bool]:
-    return [x.direct is not None for x in plan._plans.values()]
+    return [x.direct is not None for x in plan.PLANS.values()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -21,7 +21,6 @@ from linrope.backends import native
 from linrope.conformance.bounds import (
     BOUNDS,
     Yardstick,
-    at_eps,
     bound_of_sums,
     cancelling,
     error_in_bounds,
@@ -213,7 +212,8 @@ def _check_gradients(
 ) -> int:  # fmt: skip
     biggest = max(largest(x) for name, x in oracle.items() if name.startswith("d"))
     unit = BOUNDS[config.dtype] if backend == "triton" else 0.0  # of sums in log_decay's gradient
-    if config.normalize and at_eps(sizes.den, config.eps):
+    # docs/numerics.md says so: the terms are as large as 1 / eps there, and cancel; where the clamp begins they jump
+    if config.normalize and (sizes.den < 100 * config.eps).any():
         return 0
     if yardstick is not None and backend == "triton" and config.dtype != torch.float32:
         bound, out = BOUNDS[config.dtype] * largest(sizes.out), largest(oracle["out"])

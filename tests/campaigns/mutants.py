@@ -94,7 +94,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"linrope/decode/{name}.py": ("tests/decode", "tests/models/huggingface/test_prepared.py")
         for name in ("model_step", "preparation")
     },
-    **{f"linrope/ops/{name}.py": ("tests/ops",) for name in ("arguments", "convolution", "norm")},
+    "linrope/ops/arguments.py": ("tests/ops", "tests/backends/test_missing_kernels.py"),
+    **{f"linrope/ops/{name}.py": ("tests/ops",) for name in ("convolution", "norm")},
     "linrope/operation/features.py": OPERATION,
     "linrope/backends/__init__.py": (*OPERATION, *CHECKS, "tests/test_versions.py", TRANSFORMS[1]),
     "linrope/recurrence/call.py": (*OPERATION, *TRANSFORMS),

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from linrope_kernels import INTERPRETED, log_decay, repeat, tiles
+from linrope_kernels import INTERPRETED, decay, log_decay, pieces, repeat, tiles
 from linrope_kernels.launch import cut
 
 from linrope import Rotary, linear_rope_attention
+from linrope.feature_maps.unit import EPS
 from linrope.recurrence.call import Call
+from linrope.recurrence.decay import MIN_LOG_DECAY
 from linrope.recurrence.packing import rising_bounds
 from tests.support.contract import TABLE, check
 from tests.support.oracle import random_state, randoms
@@ -60,6 +62,10 @@ def test_enough_segments_to_fill_a_gpu() -> None:
     assert tiles.most_segments(150, 1, 132, 4) == 3  # 450 in two waves of 264, since one would leave 114 idle
     assert tiles.most_segments(192, 1, 132, 4) == 1  # 384 would fill two waves no better than 192 fill one
     assert tiles.most_segments(8, 2, 132, 8) == 8
+
+
+def test_constants_are_those_of_the_other_backends() -> None:
+    assert (pieces.UNIT_EPS.value, decay.MIN_LOG_DECAY.value) == (EPS, MIN_LOG_DECAY)
 
 
 def test_float16_does_not_overflow_where_features_do() -> None:

@@ -13,12 +13,12 @@ from tests.support.oracle import random_state, randoms
 
 
 @pytest.fixture(autouse=True)
-def _no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_plans", {})
+def _no_plans() -> None:
+    plan.forget_plans()
 
 
 def only_plan() -> plan.Plan:
-    (found,) = plan._plans.values()
+    (found,) = plan.PLANS.values()
     return found
 
 
@@ -45,7 +45,7 @@ def test_later_calls_find_what_the_first_one_made(backend: str, how: dict[str, A
             found[1].position.zero_()  # the caller's own
             found, right = found[0], right[0]
         torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-5)
-    of_backend = [x for key, x in plan._plans.items() if x.backend.__name__.endswith(backend)]
+    of_backend = [x for key, x in plan.PLANS.items() if x.backend.__name__.endswith(backend)]
     assert ["positions" in x.resolved for x in of_backend] == [True]
 
 
@@ -83,7 +83,7 @@ def test_what_depends_on_more_is_made_anew(how: dict[str, Any]) -> None:
 def test_fake_tensors_leave_no_plan() -> None:
     with FakeTensorMode():
         linear_rope_attention(*torch.randn(3, 1, 5, 2, 16), backend="eager")
-    assert plan._plans == {}
+    assert plan.PLANS == {}
 
 
 @pytest.mark.parametrize("capturing", [False, True])

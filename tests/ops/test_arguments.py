@@ -11,8 +11,8 @@ import torch
 from torch.autograd import forward_ad
 
 from linrope.backends import library
-from linrope.ops import arguments as kept
-from linrope.ops import convolve, convolve_parts, gated_norm, gates, norm
+from linrope.operation import plan
+from linrope.ops import arguments, convolve, convolve_parts, gated_norm, gates, norm
 from tests.ops.cases import needs_native, numbers, with_gaps
 
 X, OUT = numbers(2, 9, 6), numbers(2, 9, 4, 5)
@@ -104,7 +104,9 @@ def test_a_backend_that_can_no_longer_run_is_noticed(monkeypatch: pytest.MonkeyP
         run(**good, backend="native")
 
 
-def test_calls_that_differ_in_their_numbers_alone_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_differ_in_their_numbers_alone_are_checked_once_until_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for run, good in GOOD.values():
         run(**good)
     for operator in ("convolution", "norm", "gates"):
@@ -112,13 +114,17 @@ def test_calls_that_differ_in_their_numbers_alone_are_checked_once(monkeypatch: 
         monkeypatch.delattr(sys.modules[f"linrope.ops.{operator}"], "choose")
     for run, good in GOOD.values():
         run(**{name: 2 * x if name in ("x", "out") else x for name, x in good.items()})
+    plan.forget_plans()
+    for run, good in GOOD.values():
+        with pytest.raises(NameError, match="choose"):
+            run(**good)
 
 
 def test_the_number_of_kept_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_MOST_PLANS", 3)
+    monkeypatch.setattr(plan, "_MOST_PLANS", 3)
     for n in range(1, 9):
         assert convolve(X[:, :n], numbers(6, 4)).shape == (2, n, 6)
-    assert len(kept._plans) <= 3
+    assert len(plan.PLANS) <= 3
 
 
 # What a call may change without an error: every argument, and what its kernel reads of it
@@ -176,10 +182,10 @@ def test_a_plan_serves_no_call_that_differs_in_anything(name: str) -> None:
     calls = [good, *(good | change for change in OTHERS[name])]
     for first, second in [*product(calls[:1], calls), *product(calls, calls[:1])]:
         for surroundings in SURROUNDINGS.values():
-            kept._plans.clear()
+            plan.forget_plans()
             with surroundings():
                 expected = outcome(run, second)
-            kept._plans.clear()
+            plan.forget_plans()
             run(**first)
             with surroundings():
                 assert outcome(run, second) == expected
@@ -193,7 +199,7 @@ def test_a_call_whose_strides_the_kernel_refuses_changes_no_other_call(
     out, fits = torch.ones(1, 3, 2, 8), []
 
     def run_as_is(*x: Any) -> Any:
-        fits.append((y := kept.run_as_is(*x)) is not None)
+        fits.append((y := arguments.run_as_is(*x)) is not None)
         return y
 
     monkeypatch.setattr(norm, "run_as_is", run_as_is)
