@@ -100,16 +100,14 @@ IN_FLOAT32 = {  # of the compiled kernels, which share the operator
     "cross": {"causal": False, "m": 5, "state": True},
     "bidirectional": {"causal": False, "state": True},
 }
-OF_NATIVE = IN_FLOAT32 | {
-    "write": {"write": True, "decay": True},
-    "erase": {"erase": True, "decay": True, "steps": True, "state": True, "mask": True, "positions": True},
-}
+ERASE = {"erase": True, "decay": True, "steps": True, "state": True, "mask": True, "positions": True}
+OF_NATIVE = IN_FLOAT32 | {"write": {"write": True, "decay": True}, "erase": ERASE}
 SHORT = {"dtype": torch.float32, "n": 9, "layout": "half"}
 CHECKED = [
     *(pytest.param("native", x | SHORT, id=f"native-{name}", marks=NATIVE.marks) for name, x in OF_NATIVE.items()),
     *(pytest.param("eager", x, id=f"eager-{name}") for name, x in CONFIGURATIONS.items()),
-    *(pytest.param("triton", x | SHORT, id=f"triton-{name}", marks=() if name == "packed" else LONG_HERE)
-      for name, x in IN_FLOAT32.items()),
+    *(pytest.param("triton", x | SHORT, id=f"triton-{name}", marks=() if name in ("packed", "erase") else LONG_HERE)
+      for name, x in (IN_FLOAT32 | {"erase": ERASE}).items()),
 ]  # fmt: skip
 # Tracing calls of any size, for a second each, is the operator's, not a backend's: two calls show it.
 QUICK = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -121,7 +119,7 @@ def test_operator_passes_torch_library_s_checks(backend, configuration) -> None:
     """Schema, autograd registration, fake tensors (shapes and dtypes), and dynamic-shape tracing."""
     traced = backend == "native" and configuration in (
         OF_NATIVE["packed"] | SHORT,
-        OF_NATIVE["erase"] | SHORT,
+        ERASE | SHORT,
     )
     checks = (*QUICK, "test_aot_dispatch_dynamic") if traced else QUICK
     torch.library.opcheck(OPERATOR, operator_arguments(**configuration, backend=backend), test_utils=checks)

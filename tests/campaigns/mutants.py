@@ -120,6 +120,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{B}/test_steps.py",
         f"{B}/test_equation.py",
         "tests/kernels/test_kernels.py",
+        TRANSFORMS[2],
     ),
     # The Triton kernels, in the interpreter
     **{
