@@ -168,7 +168,7 @@ def test_a_decay_written_to_between_steps_is_seen(written_by: str, made_by: str)
         expected, _ = step(third, state.clone(), decay=decay)
         out, state = step(third, state.donate(), decay=decay)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
-    write(2)
+    write(1.001)
     with pytest.raises(ValueError, match="decay: got"):
         step(third, state.donate(), decay=decay)
 
