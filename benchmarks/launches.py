@@ -22,7 +22,7 @@ from linrope_kernels import launch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from linrope import LinearRoPEAttention
+from linrope import LinearRoPEAttention, backends
 from linrope.backends import triton as backend
 from linrope.common import private_names
 
@@ -80,6 +80,7 @@ def recorded() -> Iterator[Counter[str]]:
         patch.setattr(launch, "_device", lambda x: launch._Device(90, 132))
         for name in ("why_not", "why_not_on"):
             patch.setattr(backend, name, lambda *_: None)
+        patch.setitem(backends._AUTO, "meta", backends._AUTO["cuda"])
         patch.setattr(
             private_names, "_len_torch_dispatch_stack", lambda: 0
         )  # so that Counted does not change what runs
