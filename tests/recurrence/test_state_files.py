@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from linrope import LinearAttentionState
+from linrope.common.files import digest
 from tests.support.states import IDENTITY, B, D, E, G, assert_same, attend, some_state, tokens
 
 
@@ -38,9 +39,10 @@ META = {"format": "linrope.LinearAttentionState", "version": "1", "identity": ID
 
 
 def written(path, content=None, **metadata) -> None:
-    """A well-formed safetensors file, of whatever content."""
+    """A well-formed safetensors file, of whatever content, which its digest tells."""
     kept = {name: value for name, value in {**META, **metadata}.items() if value is not None}
-    save_file(plain() if content is None else content, path, metadata=kept)
+    content = plain() if content is None else content
+    save_file(content, path, metadata=kept | {"digest": digest(content, kept)})
 
 
 def cut(path, size: int | None, more: bytes = b"") -> None:
@@ -84,7 +86,16 @@ DAMAGED = {
 }
 
 
-SAID = {"newer": "version '2', expected '1'", "pickle": "not a readable safetensors file"}
+SAID = {
+    "newer": "version '2', expected '1'",
+    "pickle": "not a readable safetensors file",
+    "other keys": "got .*'more'.*, expected kv, z, position and an identity",
+    "missing key": r"got \['kv', 'z'\], expected kv, z, position",
+    "no identity": "expected kv, z, position and an identity",
+    "shapes": "state: got kv .* expected",
+    "half precision": "state.kv: got torch.bfloat16",
+    "integer sums": "state.z: got torch.int64",
+}
 
 
 @pytest.mark.parametrize("name", DAMAGED)
