@@ -362,9 +362,7 @@ def _replacement(original: _Function, ours: _Function, why_not: Callable[..., st
 
     @wraps(original)
     def call(*arguments: Any, **options: Any) -> Any:
-        known = options
-        if not options.keys() <= accepted:
-            known = {name: x for name, x in options.items() if name in accepted}
+        known = {name: x for name, x in options.items() if name in accepted}
         reason = why_not(*arguments, **known)
         if reason is None:
             return ours(*arguments, **known)
