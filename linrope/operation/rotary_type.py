@@ -1,7 +1,5 @@
 """The checks of the class of a rotation."""
 
-from collections.abc import Collection
-
 from linrope.rotation.rotary import Rotary
 
 # What a call reads of a rotation's angles: with rope_order="before" the first three, which call each other
@@ -16,7 +14,7 @@ def check_overridden(rotary: Rotary, rotates_before_map: bool) -> None:
     if not own:
         return
     got = f"rotary: got {kind.__name__} with its own {', '.join(own)}"
-    if not set(own).isdisjoint(_GIVEN):
+    if any(name in own for name in _GIVEN):
         raise TypeError(
             f"{got}; expected to give Rotary theta or xpos, or its own angles or {_TURNS}, and identity"
         )
@@ -27,15 +25,12 @@ def check_overridden(rotary: Rotary, rotates_before_map: bool) -> None:
             f"{got}, which rope_order={order!r} does not call; expected its own {read}, or a plain Rotary and "
             "angles that depend on the data as angle_steps"
         )
-    if _first_with(["identity"], kind) > _first_with(own, kind):
-        raise TypeError(
-            f"{got}, expected its own identity too, which tells apart its objects that turn by other angles"
-        )
-
-
-def _first_with(names: Collection[str], kind: type) -> int:
-    """Which of a class and its parents, counted from 0, is the first to define one of the names."""
-    return next(i for i, each in enumerate(kind.__mro__) if not vars(each).keys().isdisjoint(names))
+    for parent in kind.__mro__:
+        alike = issubclass(parent, Rotary) and parent.identity is kind.identity
+        if alike and any(getattr(parent, name) is not getattr(kind, name) for name in own):
+            raise TypeError(
+                f"{got}, expected its own identity too, which tells apart its objects that turn by other angles"
+            )
 
 
 def check_rotary_type(rotary: object) -> None:

@@ -227,7 +227,10 @@ def test_a_rotation_whose_angles_a_call_would_not_read_is_refused(
     assert not torch.equal(
         attend(rotary=kind(D), rope_order=other), attend(rotary=Rotary(D), rope_order=other)
     )
-    changed = {"angles": kind.angles, "turns_per_position": kind.turns_per_position}
+    changed = {
+        "angles": lambda self, positions: kind.angles(self, positions),
+        "turns_per_position": lambda self, device: kind.turns_per_position(self, device),
+    }
     for nameless in (type("Nameless", (Rotary,), changed), type("Nameless", (kind,), changed)):
         with pytest.raises(
             TypeError, match=r"^rotary: got Nameless with its own .*, expected its own identity too"

@@ -109,6 +109,21 @@ def test_a_subclass_has_calls_and_states_of_its_own() -> None:
             linear_rope_attention(q, k, v, rotary=other, state=state)
 
 
+class Halved(Rotary):
+    identity = "halved"  # type: ignore[assignment]
+
+    def turns_per_position(self, device: torch.device) -> torch.Tensor:
+        return super().turns_per_position(device) // 2
+
+
+def test_a_call_with_a_subclass_is_one_graph() -> None:
+    q, rotary = torch.rand(1, 5, 1, 8), Halved(8)
+    compiled = torch.compile(linear_rope_attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(
+        compiled(q, q, q, rotary=rotary), linear_rope_attention(q, q, q, rotary=rotary)
+    )
+
+
 def test_no_name_of_a_rotation_can_be_set() -> None:
     rotary, other = Rotary(8), Times(8, 3)
     for name in ("angles", "turns_per_position", "layout", "attention_factor"):
