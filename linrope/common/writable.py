@@ -1,4 +1,4 @@
-"""Checks before a state is written in place, so that none is half written, and of the rows that are written or read."""
+"""Checks of a state's tensors and rows before they are written or copied, so that no state is half written."""
 
 from collections.abc import Mapping
 

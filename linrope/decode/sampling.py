@@ -1,4 +1,4 @@
-"""What ``generate`` and an ``Engine`` have in common when they draw a token."""
+"""Sampling for ``generate`` and ``Engine``: the checks of its arguments, and which tokens may be drawn."""
 
 import math
 

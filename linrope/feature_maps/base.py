@@ -74,9 +74,8 @@ def is_feature_map(x: object) -> bool:
 
 def is_changed(module: nn.Module) -> bool:
     """True if a call of the module does more than its class says: a hook, or another method put in its place."""
-    own = vars(
-        module
-    )  # METHODS one by one: torch.compile of PyTorch 2.11 does not trace METHODS.isdisjoint(own)
+    own = vars(module)
+    # Each of METHODS by itself, because torch.compile of PyTorch 2.11 cannot trace METHODS.isdisjoint(own)
     return bool(hooks_of(module)) or "forward" in own or "queries" in own or "keys" in own
 
 

@@ -27,7 +27,7 @@ from linrope.recurrence.state import LinearAttentionState
 from linrope.rotation.rotary import Rotary
 
 _MOST_PLANS = 2048
-PLANS: dict[Hashable, Any] = {}  # also those of linrope.ops, whose keys have other lengths
+PLANS: dict[Hashable, Any] = {}  # with those of linrope.ops, whose keys have three parts instead of five
 
 
 @dataclass

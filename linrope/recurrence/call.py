@@ -58,8 +58,8 @@ class Settings:
 class Resolved:
     """What the operation makes of ``rotary`` and of the map for the backends."""
 
-    # Of a UnitMap, whose activation ``feature_map`` names then: its features have this length in queries, 1 in keys.
-    # 0: there is none, and ``feature_map`` is the whole map.
+    # 0: ``feature_map`` names the whole map. Otherwise the map is a UnitMap and ``feature_map`` names its activation.
+    # This is then the length of the features of queries; those of keys have length 1.
     query_factor: float = 0.0
 
     theta_turns: Tensor | None = None  # (axes, g or 1, pairs) int64: theta in 2^-64 turns per position

@@ -104,9 +104,8 @@ class LinRopeLayer(GradientCheckpointingLayer):
             y = self.self_attn(x, state=state, return_state=return_state, **tokens)
             return y if return_state else (y, None)
         n = x.shape[1]
-        first = (
-            0 if n <= 2 * TOKENS_BACK else n - TOKENS_BACK
-        )  # only the end of a long text can be removed again
+        # Only the end of a long text can be removed again
+        first = 0 if n <= 2 * TOKENS_BACK else n - TOKENS_BACK
         parts = []
         if first:
             y, state = self.self_attn(
